@@ -53,7 +53,7 @@ setup(
         "diffusion-rewards": [r for r in requirements if package_name(r) in rewards],
         "docs": [r for r in requirements if package_name(r) in documentation],
         "liger": [r for r in requirements if package_name(r) in kernels],
-        "ray": ["ray>=2.40"],
+        "ray": ["ray>=2.47"],
         "sglang": ["sglang>=0.5.23"],
         "vllm": ["vllm>=0.26,<0.33"],
         "wandb": ["wandb>=0.18"],

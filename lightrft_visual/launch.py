@@ -55,12 +55,6 @@ _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
          "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 OF_LIBRARIES = "VLLM_", "TRITON_", "GOMP_", "CUBLAS_", "FLASH_ATTENTION_"  # what names begin with that a run sets
-    "VLLM_",
-    "TRITON_",
-    "GOMP_",
-    "CUBLAS_",
-    "FLASH_ATTENTION_",
-)  # what names begin with that a run sets for them
 PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
 BARS = ("transformers.utils.logging", "diffusers.utils.logging")  # whose progress bars a run switches off
 TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")

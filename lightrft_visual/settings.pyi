@@ -412,7 +412,7 @@ class VLSettings(TypedDict, total=False):
     visible_devices: Sequence[int] | None
     """those that the run may use; default: all that a launcher left visible."""
     trainer_devices: Sequence[int] | None
-    """default: the first of them, one a rank."""
+    """those that the launcher gave the ranks, which is the default."""
     rollout_devices: Sequence[int] | None
     """default: the others."""
     trainer_num_gpus: int | None
@@ -844,7 +844,7 @@ class DiffusionSettings(TypedDict, total=False):
     visible_devices: Sequence[int] | None
     """those that the run may use; default: all that a launcher left visible."""
     trainer_devices: Sequence[int] | None
-    """default: the first of them, one a rank."""
+    """those that the launcher gave the ranks, which is the default."""
     rollout_devices: Sequence[int] | None
     """default: the others."""
     trainer_num_gpus: int | None

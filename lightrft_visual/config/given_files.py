@@ -19,7 +19,7 @@ ROOT_VARIABLES = ("LIGHTRFT_DATA", "VRL_DATA_ROOT")  # folders for data outside 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
 DATA = re.compile(r"\.(jsonl|json|csv|txt|parquet)$")
-CODE = re.compile(r"[^,=:]+\.py(?=:)")
+CODE = re.compile(r"[^,=:]+\.py(?=[:,]|$)")
 FUNCTION = re.compile(r"\s*(python:.*|.+\.py:\w+)\s*")  # one that a program gives, or one of a file
 FOLDER = re.compile(r"^(/|\./|\.\./|~|[^=:/]+/[^=:/]+/)")  # by path; other words may be names, of a hub or the registry
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
@@ -42,6 +42,18 @@ def located(path: str | Path) -> Path:
     roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
     roots += SHIPPED if given.parts[0] == "datasets" else ()
     return next((root / given for root in roots if (root / given).exists()), given)
+
+
+def whole(path: str) -> str:
+    """A file or folder that is there by its whole path, for processes with another working directory. Anything else,
+    such as a hub's name, stays."""
+    found = located(path.strip())
+    return os.path.abspath(found) if found.exists() else path
+
+
+def with_whole_paths(text: str | None) -> str | None:
+    """A setting with the Python files that it names by whole paths."""
+    return text and CODE.sub(lambda found: whole(found.group()), text)
 
 
 def missing_files(config: Any, names: Container[str] | None = None) -> list[str]:

@@ -39,7 +39,7 @@ class ResourcesConfig(Section):
     """Devices of the trainer and of the rollout workers, with placement split. Numbers are those of the host."""
 
     visible_devices: Devices = None  # those that the run may use; default: all that a launcher left visible
-    trainer_devices: Devices = None  # default: the first of them, one a rank
+    trainer_devices: Devices = None  # those that the launcher gave the ranks, which is the default
     rollout_devices: Devices = None  # default: the others
     trainer_num_gpus: PositiveInt | None = None  # ranks; as many as the launcher has to start
     rollout_num_gpus: Annotated[str, _gpus] = AUTO  # auto: all others

@@ -153,7 +153,6 @@ class RewardComputationEngine:
         if self.recipe is not None:
             self.recipe = self.recipe.map(lambda entry: self._catalogue.canonical(entry, self._sources))
         self._by_identity = self._recipe_sources()
-        self._catalogue.check_placed()
         self._all = [*self._sources.values(), *self._by_identity.values()]
         self._together = {id(each): each for each in self._all if getattr(each, "all_ranks", False)}
         # Whether a model of this process scores, or a function that asks for its device; alike on all ranks.
@@ -181,6 +180,11 @@ class RewardComputationEngine:
         arguments = engine_arguments(config, labels, columns, labels_cut_away)
         arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
         return cls(**arguments, config=config, resources=resources, references=references)
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether a source is in Ray actors."""
+        return self._catalogue.on_ray
 
     def _aggregator(self, reward_fn: Any, given: Mapping[str, Any], alone: bool) -> Any:
         """The source of `reward_fn` where it aggregates by hand; else it becomes one source more. alone: a recipe says
@@ -480,3 +484,12 @@ def component_metrics(column: Column) -> dict[str, float]:
     if scored.any():
         metrics[f"reward/{name}"] = float(column.values[scored].mean())
     return metrics
+
+
+def check_placed(resources: ResourcesConfig, *engines: RewardComputationEngine | None) -> None:
+    """Raise ConfigError where devices are set apart for actors, and none of the engines has a source in one."""
+    if resources.rewards_placed and not any(engine is not None and engine.on_ray for engine in engines):
+        raise ConfigError(
+            "distributed.resources.reward.* places folders of reward_pretrain and what has reward_transport=ray in "
+            "Ray actors, and this run has neither: leave it out, or add --reward_transport ray"
+        )

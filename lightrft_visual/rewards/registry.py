@@ -100,16 +100,20 @@ def build_scorer(
     """
     target, settings = check_scorer(name, settings or {})
     parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}
-    if reward_config is not None:
-        of_run: dict[str, Any] = {"reward_config": reward_config}
-        if is_shipped(target):
-            of_run["offload"] = reward_config.reward_cpu_offload
-        settings = {key: value for key, value in of_run.items() if key in parameters} | settings
+    settings = of_run(target, reward_config) | settings
+    if reward_config is not None and is_shipped(target) and "offload" in parameters:
+        settings = {"offload": reward_config.reward_cpu_offload} | settings
     for each in parameters.values():
         named = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         if named and each.default is each.empty and each.name not in settings:
             raise ConfigError(f"scorer {name!r} needs the setting {each.name!r}")
     return instantiate(target, settings)
+
+
+def of_run(target: Callable[..., Any], reward_config: RewardConfig | None) -> dict[str, Any]:
+    """The setting that a run gives a class which asks for it by a parameter of this name: its reward settings."""
+    asks = inspect.isclass(target) and "reward_config" in inspect.signature(target).parameters
+    return {"reward_config": reward_config} if asks and reward_config is not None else {}
 
 
 def instantiate(target: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -171,7 +175,7 @@ class Catalogue:
         self._client: Any = None
         self._models: list[str] = []
         self.functions: list[str] = []  # names of those given
-        self._on_ray = False
+        self.on_ray = False  # whether a source is in Ray actors
         self._remotes: dict[str, str] = {}  # {name: entry}
         self._wires: dict[str, str] = {}  # {entry: wire}
         self._built: dict[tuple, Source] = {}  # what recipe entries asked for
@@ -238,14 +242,6 @@ class Catalogue:
                 self._built[entry.scorer] = (self._func if entry.type == "func" else self._scorer)(entry)
         return self._built[entry.scorer]
 
-    def check_placed(self) -> None:
-        """Raise ConfigError where devices are set apart for actors, and no source is in one."""
-        if self.resources.rewards_placed and not self._on_ray:
-            raise ConfigError(
-                "distributed.resources.reward.* places folders of reward_pretrain and what has reward_transport=ray in "
-                "Ray actors, and this run has neither: leave it out, or add --reward_transport ray"
-            )
-
     def close(self) -> None:
         """End what was started: processes, connections, actors."""
         for close in reversed(self._closing):
@@ -306,7 +302,7 @@ class Catalogue:
 
     def _remote(self, entry: str) -> Source:
         if entry.endswith(".py"):
-            return self._user_function(load_reward_fn(f"{entry}:reward_func"), Path(entry).stem, {})
+            return self._loaded(load_reward_fn(f"{entry}:reward_func"), Path(entry).stem, {})
         from .remote.client import RemoteClient, RemoteReward
 
         if self._client is None:
@@ -316,14 +312,17 @@ class Catalogue:
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
         if isinstance(function, LoadedFunction):
-            if self.config.reward_transport == "ray":
-                return self._ray_actors(callable_name(function), function.spec, given)
-            return self._user_function(function, callable_name(function), given)
+            return self._loaded(function, callable_name(function), given)
         if self.config.reward_fn_timeout is not None:
             raise ConfigError(
                 f"reward_fn_timeout runs {callable_name(function)} in a process of its own: give it as path.py:function"
             )
         return self._source(function, callable_name(function), given)
+
+    def _loaded(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Source:
+        if self.config.reward_transport == "ray":
+            return self._ray_actors(name, function.spec, given)
+        return self._user_function(function, name, given)
 
     def aggregator(self, function: Any, given: Mapping[str, Any]) -> Source:
         """The function that makes the reward of the scores; never on Ray, where the scores are not."""
@@ -383,11 +382,11 @@ class Catalogue:
     def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
-        ray, form = registry.services.load("ray_rewards"), self.config.reward_form
-        source = ray.RaySource(name, key, kwargs, form=form, lenient=self.lenient, **self._pool())
+        ray = registry.services.load("ray_rewards")
+        source = ray.RaySource(name, key, kwargs, config=self.config, lenient=self.lenient, **self._pool())
         self._closing.append(source.close)
         return source
 
     def _pool(self) -> dict[str, Any]:
-        self._on_ray, actor_pool = True, registry.services.load("ray_rewards").actor_pool
+        self.on_ray, actor_pool = True, registry.services.load("ray_rewards").actor_pool
         return {"timeout": self.config.reward_timeout} | actor_pool(self.resources)

@@ -23,6 +23,11 @@ def bound(seconds: float) -> None:
     _limit = timedelta(seconds=seconds)
 
 
+def time_limit() -> float:
+    """Seconds after which collectives fail, 0.0 where nobody has said."""
+    return _limit.total_seconds() if _limit is not None else 0.0
+
+
 def is_initialized() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()

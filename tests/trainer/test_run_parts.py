@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,8 +19,10 @@ from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer import start
+from lightrft_visual.trainer.diffusion.parts import DiffusionParts
 from lightrft_visual.trainer.loop import LoopSettings
 from lightrft_visual.trainer.start import folders_held, other_settings, refused_data_listed
+from lightrft_visual.trainer.vl.parts import VLParts
 
 
 def refused(output: Path, *prompts: str) -> list[dict]:
@@ -166,3 +169,9 @@ def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_rem
     with pytest.raises(ConfigError, match=r"step_000100.jsonl: .* output_dir"):
         start.open_run(config, LoopSettings(1, output, tmp_path if resumed else None), [], [])
     assert drawn.is_file() and (tmp_path / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize("kind", [VLParts, DiffusionParts])
+def test_the_engine_is_closed_last(kind):
+    maker = SimpleNamespace(rewards="rewards", engine="engine")
+    assert kind.closed_behind(SimpleNamespace(maker=maker, gold=SimpleNamespace(rewards="gold")))[-1] == "engine"

@@ -1,8 +1,11 @@
 """Actors that rank 0 starts, and that every rank of the run reaches by their names."""
 
 import os
+import time
+import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ...errors import LightRFTVisualError
@@ -10,7 +13,7 @@ from ...runtime import collectives
 from .cluster import AUTH_MODE, connect
 
 NAMESPACE = "lightrft_visual"
-START_SECONDS = 600.0  # of an actor: imports and a large checkpoint
+START_SECONDS = 600.0  # of an actor, at least: imports and a large checkpoint
 
 
 def named_actors(ray: Any, kind: type, prefix: str, options: Sequence[Mapping[str, Any]], *arguments: Any) -> dict:
@@ -40,6 +43,7 @@ def on_every_rank(start: Callable[[], tuple[Any, dict[str, Any]]], needed_for: s
             address = ray.get_runtime_context().gcs_address
         except LightRFTVisualError as failure:
             error = failure
+    collectives.meet()  # for however long the actors take
     told = address, list(actors), os.environ.get(AUTH_MODE), error
     address, names, mode, error = collectives.broadcast_object(told)
     if error is not None:
@@ -48,3 +52,45 @@ def on_every_rank(start: Callable[[], tuple[Any, dict[str, Any]]], needed_for: s
         ray = connect(needed_for, address=address, authentication=mode)
         actors = {name: ray.get_actor(name, namespace=NAMESPACE) for name in names}
     return ray, actors
+
+
+def start_seconds() -> float:
+    """That actors may take until they are there: a run with a longer collective_timeout has slower disks."""
+    return max(START_SECONDS, collectives.time_limit())
+
+
+def wait_for(ray: Any, actor: Any) -> None:
+    """Until an actor that has died answers again. Raises Ray's error where it does not in `start_seconds`, or where it
+    has ended for good, and ConnectionError once this process has left Ray."""
+    errors, deadline = ray.exceptions, time.monotonic() + start_seconds()
+    while True:
+        if not ray.is_initialized():  # a call would start a cluster of its own
+            raise ConnectionError("the connection to Ray is closed")
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=max(1.0, deadline - time.monotonic()))
+            return
+        except errors.RayError as error:
+            if getattr(error, "actor_init_failed", False) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+@contextmanager
+def built_again() -> Iterator[None]:
+    """Around what an actor is built by. Where that raises in one that Ray has started again, its process ends, so that
+    Ray tries once more; what is raised would end the actor for good."""
+    import ray
+
+    try:
+        yield
+    except Exception:
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            raise
+        traceback.print_exc()
+        os._exit(1)
+
+
+def raised_there(error: Any) -> Exception:
+    """What a method of an actor raised, with the traceback of its process as a note. error: Ray's RayTaskError."""
+    error.cause.add_note(str(error))
+    return error.cause

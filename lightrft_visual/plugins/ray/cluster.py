@@ -25,7 +25,10 @@ MISSING = "{} needs the package ray: pip install 'lightrft_visual[ray]'"
 AUTH_MODE = "RAY_AUTH_MODE"
 TRIES = "RAY_gcs_server_port_wait_time_s"  # of Ray: seconds of waiting, or tries to connect
 # What a worker process must find as the trainer does; everything else it has from its own host.
-HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
+HANDED_ON = (
+    "LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_",
+    "NCCL_", "GLOO_", "UCX_", "TORCH_",
+)  # fmt: skip
 
 
 def connect(
@@ -75,12 +78,30 @@ def connect(
     try:
         # By default Ray tries an address where something else listens 20 times, for 40 seconds each.
         with variable(TRIES, os.environ.get(TRIES, "2")) if named else _kept_from_hangups():
-            ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+            # Without an address Ray would join whichever cluster was last started on this host, by whomever.
+            ray.init(address=address if named else "local", log_to_driver=logs, logging_level="error", **local)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"at {named}" if named else "on this host"
-        said = (str(error).strip() or type(error).__name__).splitlines()[-1]  # before that Ray tells tracebacks
-        raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {said}") from error
+        raise ConfigError(
+            f"{needed_for}: the Ray cluster {where} does not answer: {end_of(error)}{_of_token(error)}"
+        ) from error
     return ray
+
+
+def end_of(error: BaseException) -> str:
+    """What an error of Ray says behind the tracebacks that it tells, whose frames are indented."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    behind = [after for after in range(1, len(lines)) if lines[after - 1][:1].isspace() and lines[after][:1].strip()]
+    return "\n".join(lines[behind[-1] if behind else 0 :])
+
+
+def _of_token(error: BaseException | None) -> str:
+    """What to do where the cluster asks for a token and this process has none, or the other way about."""
+    while error is not None:
+        if "auth" in str(error).lower():
+            return f"; set {AUTH_MODE} to token or disabled, as it was where the cluster was started"
+        error = error.__cause__
+    return ""
 
 
 @contextmanager

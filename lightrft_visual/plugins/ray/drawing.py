@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...config.diffusion import DiffusionRunConfig, rollout_noise, rollout_sampling
+from ...config.given_files import whole, with_whole_paths
 from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
@@ -99,7 +100,9 @@ def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str
         local: the trainer's own engine, for its sampling and its old policy.
         path: of the pipeline, which the workers read too.
     """
-    spec = EngineSpec(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
+    model = replace(config.model, tokenizer_path=config.model.tokenizer_path and whole(config.model.tokenizer_path))
+    sent = replace(config, model=model, plugins=with_whole_paths(config.plugins))
+    spec = EngineSpec(f"{__name__}:WorkerDrawing", (sent, whole(path)), torch.get_num_threads(), sent.plugins)
     ahead = config.asynchronous.ahead
     workers = Workers(config, spec, turns=ahead + 2)
     return RemoteDrawing(

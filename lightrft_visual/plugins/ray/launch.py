@@ -9,6 +9,7 @@ under the same paths on all hosts.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from typing import Any
 from ...errors import ConfigError
 from ...runtime.host_memory import free_port
 from .cluster import connect, process_environment
+
+TOKENS = re.compile(r"token_env[ =](\w+)")  # how arguments name the variable of a token
 
 
 def start_rank(run: dict[str, Any]) -> None:
@@ -57,6 +60,7 @@ def _launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> 
     cores; ray.train's TrainingFailedError where a rank fails.
     """
     ray = connect("launch_ray", cpus=None if ranks is None else max(os.cpu_count() or 1, ranks * cpus), logs=True)
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")  # else the first versions that have it are the older ones
     try:
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
@@ -82,9 +86,17 @@ def _launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> 
         scaling_config=ScalingConfig(num_workers=ranks, use_gpu=gpus > 0, resources_per_worker=reserved),
         run_config=RunConfig(
             storage_path=os.path.join(tempfile.gettempdir(), "lightrft_visual_ray"),
-            worker_runtime_env=process_environment(),
+            worker_runtime_env=environment_of_ranks(command),
         ),
     ).fit()
+
+
+def environment_of_ranks(command: list[str]) -> dict[str, Any]:
+    """Ray's runtime_env of the ranks: that of other workers, Weights & Biases' variables, and the tokens that the
+    command names."""
+    tokens = TOKENS.findall(" ".join(command))
+    own = {name: value for name, value in os.environ.items() if name.startswith("WANDB_") or name in tokens}
+    return process_environment(**own)
 
 
 def _positive(text: str) -> int:

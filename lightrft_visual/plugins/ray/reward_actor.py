@@ -1,6 +1,5 @@
 """What runs in a Ray actor of rewards: a scorer, or a reward model. It imports little, as each actor waits for it."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from ...rewards.batch import Call, RewardBatch, Scores, Source
 from ...rewards.local.callables import CallableSource
 from ...rewards.registry import instantiate
 from ...runtime.usercode.loading import load_reward_fn
+from .actors import built_again
 
 
 def build_source(
@@ -42,11 +42,8 @@ class RewardActor:
 
     def __init__(self, build: Callable[..., Source], arguments: tuple, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._source = build(*arguments)
-
-    def process(self) -> int:
-        """Its number; an answer says that the source is there."""
-        return os.getpid()
+        with built_again():
+            self._source = build(*arguments)
 
     def score(self, batch: RewardBatch, device: str | None) -> Scores:
         """The source's; device: that it computes on, None for this process's accelerator."""

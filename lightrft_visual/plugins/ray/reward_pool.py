@@ -4,9 +4,10 @@ In this process a scorer is a `CallableSource`; behind HTTP it is served by `ser
 it lives in Ray actors of a local cluster, or of the one that RAY_ADDRESS names. Ray is optional.
 """
 
+import inspect
+import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,17 +16,21 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ...config.given_files import whole, with_whole_paths
 from ...config.placement import ResourcesConfig
+from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
 from ...rewards.batch import Call, PendingSource, RewardBatch, Scores, Source
 from ...rewards.local.forms import AUTO
-from ...rewards.registry import check_scorer
+from ...rewards.registry import check_scorer, of_run
 from ...runtime import collectives
 from ...runtime.usercode.calls import describe_error, masked
 from ...runtime.usercode.loading import MODULE_PREFIX, load_reward_fn
-from .actors import START_SECONDS, named_actors, on_every_rank
-from .cluster import connect, on_devices, process_environment
+from .actors import named_actors, on_every_rank, raised_there, start_seconds, wait_for
+from .cluster import connect, end_of, on_devices, process_environment
 from .reward_actor import RewardActor, build_model, build_source
+
+logger = logging.getLogger(__name__)
 
 
 class ActorPool(PendingSource):
@@ -34,7 +39,8 @@ class ActorPool(PendingSource):
 
     build(*arguments) makes the source in an actor. options: Ray's, of each actor. A part that is not scored within
     `timeout` seconds, for each rank that may ask at the same time, or whose actor dies, is failed; the actor starts
-    again. What the source itself raises is a RewardError. device: None for that of the actor's process.
+    again. What the source itself raises is a RewardError. device: None for that of the actor's process. here: the
+    actors are on this host. model: the source has one.
     """
 
     _moved: Any = None  # a module whose code goes along, as the actors cannot import it
@@ -50,8 +56,16 @@ class ActorPool(PendingSource):
         device: str | None = "cpu",
         needed_for: str = "reward_transport ray",
         cpus: float | None = None,
+        here: bool = False,
+        model: bool = False,
     ) -> None:
-        self.name, self.device, self._needed_for = name, device, needed_for
+        self.name, self.device, self._needed_for, self._here = name, device, needed_for, here
+        if model and device == "cpu" != get_accelerator().device_name() and collectives.is_rank_0():
+            logger.warning(
+                "reward %s computes on the CPU in its Ray actors: distributed.resources.reward.devices gives them "
+                "devices of this host, and reward.num_gpus those of a cluster",
+                name,
+            )
         self.timeout = timeout * collectives.world_size()
         self._ray, actors = on_every_rank(lambda: self._begin(build, arguments, options, cpus), needed_for)
         self._actors = list(actors.values())
@@ -64,27 +78,27 @@ class ActorPool(PendingSource):
         self._ray = connect(self._needed_for, cpus=cpus)
         if self._moved is not None:
             self._ray.cloudpickle.register_pickle_by_value(self._moved)
-        usual = {"num_cpus": 0, "runtime_env": process_environment()}  # Ray reserves no core for them
+        usual: dict[str, Any] = {"num_cpus": 0, "runtime_env": process_environment()}  # Ray reserves no core for them
+        if self._here:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            usual["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                self._ray.get_runtime_context().get_node_id(), soft=False
+            )
         each = [usual | dict(own) for own in options]
         actors = named_actors(self._ray, RewardActor, "reward", each, build, arguments, torch.get_num_threads())
-        self._wait_until_ready(list(actors.values()))
+        try:  # starting, with its imports and checkpoints, does not count against a call
+            self._ray.get([actor.__ray_ready__.remote() for actor in actors.values()], timeout=start_seconds())
+        except self._ray.exceptions.RayError as error:
+            raise ConfigError(f"reward {self.name} does not start on Ray: {end_of(error)}") from error
         return self._ray, actors
 
-    def _wait_until_ready(self, actors: list[Any], again: bool = False) -> None:
-        """Starting, with its imports and checkpoints, does not count against a call. again: they died, and Ray starts
-        them anew. Raises ConfigError."""
-        errors, deadline = self._ray.exceptions, time.monotonic() + START_SECONDS
-        for actor in actors:
-            while True:
-                try:
-                    self._ray.get(actor.process.remote(), timeout=max(1.0, deadline - time.monotonic()))
-                    break
-                except errors.RayError as error:
-                    coming = isinstance(error, errors.RayActorError) and again
-                    if not coming or time.monotonic() > deadline:
-                        what = f"{type(error).__name__}: {error}"
-                        raise ConfigError(f"reward {self.name} does not start on Ray: {what}") from None
-                    time.sleep(0.2)
+    def _wait_until_back(self, actor: Any) -> None:
+        """Another rank's calls may be under way by now. Raises RewardError."""
+        try:
+            wait_for(self._ray, actor)
+        except (ConnectionError, self._ray.exceptions.RayError) as error:
+            raise RewardError(f"reward {self.name} does not start again on Ray: {end_of(error)}") from error
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
         """Start scoring in the actors."""
@@ -104,14 +118,15 @@ class ActorPool(PendingSource):
             return self._ray.get(task, timeout=0)
         except errors.GetTimeoutError:
             self._ray.kill(self._actors[place], no_restart=False)
-            self._wait_until_ready([self._actors[place]], again=True)
+            self._wait_until_back(self._actors[place])
             return Scores.all_failed(len(part), f"{self.name} on Ray: no result within {self.timeout:g} s")
         except errors.RayTaskError as error:
-            if isinstance(error.cause, RewardError):
-                raise error.cause from None
-            raise RewardError(f"reward {self.name} on Ray {masked(describe_error(error.cause))}") from None
-        except errors.RayError as error:  # it starts again by itself; another rank's calls may be under way by now
-            self._wait_until_ready([self._actors[place]], again=True)
+            cause = raised_there(error)
+            if isinstance(cause, RewardError):
+                raise cause from None
+            raise RewardError(f"reward {self.name} on Ray {masked(describe_error(cause))}") from cause
+        except errors.RayError as error:  # it starts again by itself
+            self._wait_until_back(self._actors[place])
             return Scores.all_failed(len(part), f"{self.name} on Ray: {type(error).__name__}")
 
     def close(self) -> None:
@@ -122,7 +137,7 @@ class ActorPool(PendingSource):
 
 
 class RaySource(ActorPool):
-    """A scorer in actors. key: a registered one or `path.py:name`. lenient: see CallableSource."""
+    """A scorer in actors. key: a registered one or `path.py:name`. config: of the run. lenient: see CallableSource."""
 
     def __init__(
         self,
@@ -130,26 +145,30 @@ class RaySource(ActorPool):
         key: str,
         settings: Mapping[str, Any] | None = None,
         *,
-        form: str = AUTO,
+        config: RewardConfig | None = None,
         lenient: bool = False,
         **pool: Any,
     ) -> None:
         target: Callable[..., Any] | str = key
         if ".py:" in key:
+            target = key = with_whole_paths(key)
             load_reward_fn(key)
         else:
             target, settings = check_scorer(key, settings or {})
+            settings = of_run(target, config) | settings
         module = sys.modules.get(getattr(target, "__module__", ""))
         if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
             self._moved = module
-        super().__init__(name, build_source, (name, target, dict(settings or {}), form, lenient), **pool)
+        form = AUTO if config is None else config.reward_form
+        model = inspect.isclass(target) and "offload" in inspect.signature(target).parameters
+        super().__init__(name, build_source, (name, target, dict(settings or {}), form, lenient), model=model, **pool)
 
 
 class RayRewardModel(ActorPool):
     """A reward model of `reward_pretrain` in actors; path: a folder that they can read."""
 
     def __init__(self, name: str, path: str, **pool: Any) -> None:
-        super().__init__(name, build_model, (name, path), **pool)
+        super().__init__(name, build_model, (name, whole(path)), model=True, **pool)
 
 
 def actor_pool(resources: ResourcesConfig) -> dict[str, Any]:
@@ -171,4 +190,4 @@ def actor_pool(resources: ResourcesConfig) -> dict[str, Any]:
         return pool | {"options": [{"num_gpus": gpus / count}] * count}
     if count > len(devices):
         raise ConfigError(f"reward_num_workers is {count}, but rewards have {len(devices)} device(s)")
-    return pool | {"options": [{"runtime_env": on_devices(device)} for device in devices[:count]]}
+    return pool | {"options": [{"runtime_env": on_devices(device)} for device in devices[:count]], "here": True}

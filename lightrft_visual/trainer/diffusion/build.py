@@ -19,6 +19,7 @@ from ...config.constraints import check_call, divisors, load_target, nearest, sa
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, lora_folders, rollout_noise, rollout_sampling
 from ...config.given_files import NO_REWARD
 from ...config.kinds import Task, check_hooks
+from ...config.placement import ResourcesConfig
 from ...config.shared import RECOMPUTES, RewardConfig
 from ...data.drawing_prompts import DrawPrompts, PreferencePairs
 from ...errors import ConfigError
@@ -29,7 +30,7 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import WeightCopy
 from ...observe.images import SHEET_IMAGES
 from ...rewards.batch import RewardBatch
-from ...rewards.engine import RewardComputationEngine
+from ...rewards.engine import RewardComputationEngine, check_placed
 from ...rewards.probe import plausible_media, probed
 from ...rewards.settings import check_references, check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler, window_starts
@@ -97,7 +98,9 @@ def _built(
         columns = set().union(*(each.columns for each in golden))
         judged = probed(judged, golden[0], partial(_drawn, config, golden[0]), columns)
     rewards = _rewards(config, strategy, sets, trained_on is None)
-    gold = _gold(judged, strategy, golden, eval_prompts, task)
+    resources = config.distributed.resources
+    gold = _gold(judged, strategy, golden, eval_prompts, task, resources)
+    check_placed(resources, rewards, gold.rewards if gold is not None else None)
     algorithm, total_steps, loss = config.algorithm.entry, _total_steps(config, len(prompts)), loss_of(config)
     loop = LoopSettings(total_steps, config.output, resume_folder, fingerprinted)
     run = open_run(config, loop, locks, sets)
@@ -413,7 +416,7 @@ def _judged(
 
 def _gold(
     judged: RewardConfig | None, strategy: DeepspeedStrategy, sets: list[DrawPrompts],
-    held_out: DrawPrompts | None, task: Task | None,
+    held_out: DrawPrompts | None, task: Task | None, resources: ResourcesConfig | None = None,
 ) -> DrawingGold | None:  # fmt: skip
     """Scores by gold, where there is any. sets: as of `_judged`."""
     if judged is None:
@@ -421,6 +424,7 @@ def _gold(
     rewards = RewardComputationEngine.from_config(
         judged,
         strategy=strategy,
+        resources=resources,
         labels=set().union(*(each.labels for each in sets)),
         columns=set().union(*(each.columns for each in sets)),
         references=any(each.has_references for each in sets),

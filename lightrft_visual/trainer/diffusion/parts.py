@@ -107,7 +107,7 @@ class DiffusionParts(RunParts):
     sequence: SequenceGroup | None = None  # this rank's; None where each trains on samples of its own
 
     def closed_behind(self) -> tuple[Any, ...]:
-        return self.maker.rewards, self.maker.engine, *([self.gold.rewards] if self.gold is not None else [])
+        return self.maker.rewards, *([self.gold.rewards] if self.gold is not None else []), self.maker.engine
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""

@@ -26,7 +26,7 @@ from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, op
 from ...models.vlm.actor import Actor, Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
-from ...rewards.engine import RewardComputationEngine
+from ...rewards.engine import RewardComputationEngine, check_placed
 from ...rewards.probe import probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
@@ -93,7 +93,9 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
     run = open_run(config, LoopSettings(total_steps, config.output, resume_folder, model), locks, sets)
-    gold = None if judged is None else _scorer(judged, strategy, checkpoint, golden)
+    resources = config.distributed.resources
+    gold = None if judged is None else _scorer(judged, strategy, checkpoint, golden, resources=resources)
+    check_placed(resources, rewards, gold)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
     prove(config, actor.module, checkpoint, model)

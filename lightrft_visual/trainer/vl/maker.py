@@ -138,7 +138,7 @@ class Agreement:
             evaluated: whether an evaluation comes before the next rollout.
             full_distribution: whether rollouts have log-probs to compare: no top_p or top_k cuts them.
         """
-        unseen = not full_distribution or (self.ahead and not self._synced)
+        unseen = not self._synced if self.ahead else not full_distribution  # work that is under way waits for a probe
         self._synced = True
         every = self.settings.parity_every
         if evaluated or unseen or (every and step % every == 0):

@@ -201,7 +201,7 @@ class VLParts(RunParts):
     gold: RewardComputationEngine | None = None
 
     def closed_behind(self) -> tuple[Any, ...]:
-        return self.maker.rewards, self.maker.engine, *([self.gold] if self.gold is not None else [])
+        return self.maker.rewards, *([self.gold] if self.gold is not None else []), self.maker.engine
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.ray.cluster import connect
+from lightrft_visual.plugins.ray.actors import built_again, on_every_rank, start_seconds
+from lightrft_visual.plugins.ray.cluster import connect, end_of
 from lightrft_visual.plugins.ray.rollout.worker import EngineSpec, Worker
+from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.host_memory import free_port
 
 
@@ -25,6 +28,7 @@ def ray_that(monkeypatch):
     def make(init=None, connected: str = "") -> SimpleNamespace:
         context = SimpleNamespace(gcs_address=connected)
         ray = SimpleNamespace(is_initialized=lambda: bool(connected), get_runtime_context=lambda: context, init=init)
+        ray.exceptions = SimpleNamespace(RayError=KeyError)
         monkeypatch.setitem(sys.modules, "ray", ray)
         return ray
 
@@ -62,6 +66,7 @@ def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypa
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     connect("placement split", cpus=cpus)
+    assert started[0]["address"] == "local"  # not one that is noted on this host
     names = ("num_cpus", "object_store_memory")
     assert {name: started[0][name] for name in names if started[0].get(name) is not None} == given
 
@@ -121,6 +126,49 @@ def test_something_else_that_listens_is_given_up_after_two_tries(monkeypatch, ra
         with pytest.raises(ConfigError):
             connect("placement split")
     assert tries == ["2", "90"] and os.environ["RAY_gcs_server_port_wait_time_s"] == "90"
+
+
+def test_a_cluster_that_asks_for_a_token_is_told(monkeypatch, ray_that):
+    def init(**_):
+        raise RuntimeError("the connection failed") from RuntimeError("InvalidAuthToken")
+
+    ray_that(init)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="does not answer: the connection failed; set RAY_AUTH_MODE to token or dis"):
+        connect("placement split")
+
+
+def test_what_an_error_of_ray_says_stands_behind_its_tracebacks():
+    frames = "The actor died, ray::Actor\n  File a.py, line 1\n    load()\n"
+    for said in ("CUDA error: out of memory\nCompile with a flag.", "RewardError: no weights\n  File mine.py, line 2"):
+        assert end_of(RuntimeError(f"{frames}{said}\n")) == end_of(RuntimeError(said)) == said
+
+
+@pytest.mark.parametrize(("again", "ended"), [(True, [1]), (False, [])])
+def test_an_actor_that_cannot_be_built_again_ends_so_that_ray_tries_once_more(monkeypatch, ray_that, again, ended):
+    told: list[int] = []
+    monkeypatch.setattr(os, "_exit", told.append)
+    context = SimpleNamespace(was_current_actor_reconstructed=again)
+    ray_that().get_runtime_context = lambda: context
+    with nullcontext() if again else pytest.raises(ValueError, match="no room"), built_again():
+        raise ValueError("no room")
+    assert told == ended
+
+
+def test_other_ranks_wait_for_the_start_of_actors_without_a_time_limit(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(collectives, "meet", lambda: done.append("met"))
+    monkeypatch.setattr(collectives, "broadcast_object", lambda told: done.append("told") or told)
+    ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(gcs_address="host:1"))
+    assert on_every_rank(lambda: done.append("started") or (ray, {}), "rewards") == (ray, {})
+    assert done == ["started", "met", "told"]
+
+
+def test_actors_may_take_as_long_as_collectives(monkeypatch):
+    monkeypatch.setattr(collectives, "_limit", None)
+    assert start_seconds() == 600
+    collectives.bound(1800)
+    assert start_seconds() == 1800
 
 
 def test_a_process_of_another_cluster_is_told_what_to_do(ray_that):

@@ -37,3 +37,15 @@ def test_a_worker_compiles_its_blocks_where_the_run_does(tmp_path, monkeypatch):
     config.model.compile = True
     monkeypatch.setattr(DiffusionPolicy, "compile_blocks", lambda policy: compiled.append(policy))
     assert compiled == [drawing.WorkerDrawing(config, str(tmp_path)).policy]
+
+
+def test_workers_are_told_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "mine.py").touch()
+    specs = []
+    monkeypatch.setattr(drawing, "Workers", lambda config, spec, turns: specs.append(spec))
+    local = SimpleNamespace(sampling=None, n_samples_per_prompt=1, old=None, algorithm=None)
+    drawing.remote_drawing(DiffusionRunConfig(plugins="mine.py"), local, "model")
+    (spec,) = specs
+    assert (spec.arguments[1], spec.plugins) == (f"{tmp_path}/model", f"{tmp_path}/mine.py")

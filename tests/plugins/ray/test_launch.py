@@ -1,5 +1,6 @@
 """What a worker of Ray Train gives the rank beside it, and how a launch ends that cannot be."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -36,9 +37,11 @@ def test_more_ranks_than_devices_are_refused_and_a_failure_is_an_exit_code(monke
     pytest.importorskip("ray.train")
     fake = SimpleNamespace(cluster_resources=lambda: {"GPU": 2.0})
     monkeypatch.setattr(launch_ray, "connect", lambda *_, **__: fake)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "argv", ["launch_ray", "--ranks", "3", "run.py"])
     with pytest.raises(SystemExit) as ended:
         launch_ray.main()
+    assert os.environ["RAY_TRAIN_V2_ENABLED"] == "1"  # before ray.train is imported
     assert ended.value.code == 1 and "3 ranks were asked for, the Ray cluster has 2 GPU(s)" in capsys.readouterr().err
     fake.cluster_resources = lambda: {"CPU": 2.0}
     with pytest.raises(SystemExit):
@@ -48,3 +51,11 @@ def test_more_ranks_than_devices_are_refused_and_a_failure_is_an_exit_code(monke
     with pytest.raises(SystemExit):
         launch_ray.main()
     assert "argument --ranks: it is 1 or more" in capsys.readouterr().err
+
+
+def test_ranks_have_what_networks_trackers_and_named_tokens_need(monkeypatch):
+    given = {"NCCL_IB_HCA": "mlx5", "WANDB_API_KEY": "key", "MY_TOKEN": "secret", "OTHER_TOKEN": "other", "HOME": "/me"}
+    monkeypatch.setattr(os, "environ", given)
+    for command in (["run.py", "--reward_token_env", "MY_TOKEN"], ["run.py", "reward.reward_token_env=MY_TOKEN"]):
+        handed = launch_ray.environment_of_ranks(command)["env_vars"]
+        assert handed.pop("PYTHONPATH") and handed == {name: given[name] for name in list(given)[:3]}

@@ -24,6 +24,7 @@ from lightrft_visual.plugins.ray.cluster import connect
 from lightrft_visual.plugins.ray.reward_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
+from lightrft_visual.rewards.engine import check_placed
 
 ray = pytest.importorskip("ray")
 
@@ -147,7 +148,8 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
         waiting = source.submit(batch, Call())  # the trainer goes on meanwhile
         assert torch.allclose(waiting.result().values.float(), wanted, atol=1e-5)
 
-        first = ray.get(source._actors[0].process.remote())
+        process_of = lambda actor: os.getpid()  # noqa: E731
+        first = ray.get(source._actors[0].__ray_call__.remote(process_of))
         with suppress(ProcessLookupError):
             os.kill(first, signal.SIGKILL)
         late = source.score(batch, Call())
@@ -155,14 +157,48 @@ def test_a_reward_model_in_actors_scores_as_in_this_process(cluster, tmp_path):
             assert late.failed.all() and "on Ray" in next(iter(late.reasons))
             late = source.score(batch, Call())
         assert torch.allclose(late.values.float(), wanted, atol=1e-5)
-        assert ray.get(source._actors[0].process.remote()) != first
+        assert ray.get(source._actors[0].__ray_call__.remote(process_of)) != first
     finally:
         far.close()
 
 
 def test_devices_for_actors_that_a_run_does_not_have_are_refused():
+    placed, near = ResourcesConfig(reward_num_workers=2), SimpleNamespace(on_ray=False)
     with pytest.raises(ConfigError, match="this run has neither: leave it out, or add --reward_transport ray"):
-        RewardComputationEngine(reward_fn=lambda completions: [1.0], resources=ResourcesConfig(reward_num_workers=2))
+        check_placed(placed, RewardComputationEngine(reward_fn=lambda completions: [1.0]), None)
+    check_placed(placed, near, SimpleNamespace(on_ray=True))  # gold
+    check_placed(ResourcesConfig(), near)
+
+
+def test_a_python_file_of_remote_rewards_runs_where_the_transport_says(monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0 for _ in queries]\n")
+    asked = []
+    made = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(ray_pool, "RaySource", lambda name, key, *_, **__: asked.append((name, key)) or made)
+    RewardComputationEngine(
+        remote_rm_url=f"{tmp_path}/mine.py", config=RewardConfig(reward_transport="ray"), resources=ResourcesConfig()
+    )
+    assert asked == [("mine", f"{tmp_path}/mine.py:reward_func")]
+
+
+def test_what_actors_are_told_of_a_scorer(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(
+        ray_pool.ActorPool, "__init__", lambda self, name, build, given, **more: told.append((given, more))
+    )
+    run = RewardConfig(reward_timeout=7.0)
+    RaySource("judge", "vlm_judge", {"url": "http://there", "model": "m"}, config=run)
+    assert told[-1][0][2]["reward_config"] is run and not told[-1][1]["model"]
+    RaySource("clip", "clip_score", config=run)
+    assert told[-1][1]["model"]
+    monkeypatch.chdir(tmp_path)  # workers of a cluster have another folder
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return completions\n")
+    RaySource("mine", "mine.py:score")
+    assert told[-1][0][1] == f"{tmp_path}/mine.py:score"
+    (tmp_path / "judge").mkdir()
+    for path, wanted in (("judge", f"{tmp_path}/judge"), ("org/judge", "org/judge")):
+        RayRewardModel("judge", path)
+        assert told[-1][0][1] == wanted
 
 
 def test_an_actor_that_died_is_waited_for_and_not_ended_once_more(monkeypatch):
@@ -176,15 +212,16 @@ def test_an_actor_that_died_is_waited_for_and_not_ended_once_more(monkeypatch):
             raise answer
         return answer
 
-    actor = SimpleNamespace(process=SimpleNamespace(remote=lambda: None))
+    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))
     pool = ray_pool.ActorPool.__new__(ray_pool.ActorPool)
     pool._actors, pool.name, pool.timeout = [actor], "mine", 1.0
-    pool._ray = SimpleNamespace(exceptions=errors, get=get, kill=lambda *_, **__: killed.append(1))
+    pool._ray = SimpleNamespace(exceptions=errors, get=get, is_initialized=lambda: True)
+    pool._ray.kill = lambda *_, **__: killed.append(1)
     scores = pool._collect(0, None, batch_from_samples([make_samples(["a", "b"])]))
     assert scores.failed.all() and not killed and next(answers, None) is None
 
 
-def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
+def test_actors_of_rewards_by_what_the_resources_say(monkeypatch, caplog):
     def on(name):
         accelerator = SimpleNamespace(device_name=lambda: name)
         monkeypatch.setattr(ray_pool, "get_accelerator", lambda: accelerator)
@@ -193,14 +230,21 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
     pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3))
     assert len(pool["options"]) == 3 and pool["cpus"] >= 1 and "device" not in pool
     started: list[dict] = []
-    monkeypatch.setattr(ray_pool, "connect", lambda *_, **__: ray)
+    context = SimpleNamespace(gcs_address="host:1", get_node_id=lambda: "ab" * 28)
+    fake = SimpleNamespace(get_runtime_context=lambda: context, get=lambda *_, **__: [], exceptions=ray.exceptions)
+    monkeypatch.setattr(ray_pool, "connect", lambda *_, **__: fake)
     monkeypatch.setattr(ray_pool, "named_actors", lambda *given: started.extend(given[3]) or {})
     ray_pool.ActorPool("mine", int, (), **pool).close()
     assert [each["num_cpus"] for each in started] == [0] * 3  # else their cores would be lacking for rollouts
     on("cuda")
+    ray_pool.ActorPool("clip", int, (), model=True, **pool).close()
+    assert "reward clip computes on the CPU" in caplog.text
     monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device})
     pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]))
     assert [each["runtime_env"] for each in pool["options"]] == [{"on": 2}, {"on": 3}] and pool["device"] is None
+    ray_pool.ActorPool("clip", int, (), model=True, **pool).close()
+    (where,) = {each["scheduling_strategy"] for each in started[-2:]}
+    assert (where.node_id, where.soft) == ("ab" * 28, False) and caplog.text.count("on the CPU") == 1
     pool = ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=1.0, reward_num_workers=2))
     assert [each["num_gpus"] for each in pool["options"]] == [0.5, 0.5]
     with pytest.raises(ConfigError, match="3 are 1.5 for each of 2 actors"):

@@ -6,9 +6,12 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.config.placement import ResourcesConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.trainer.diffusion import build
-from lightrft_visual.trainer.diffusion.build import _trained_experts
+from lightrft_visual.trainer.diffusion.build import _gold, _trained_experts
 
 TWO = SimpleNamespace(
     denoisers={"high": None, "low": None},
@@ -44,3 +47,11 @@ def test_ranks_that_have_loaded_what_scores_meet_without_a_time_limit(monkeypatc
     build._rewards(run, None, [], True)
     build._gold(run.reward, None, [], None, None)
     assert told == ["loads", "meets"] * 2
+
+
+def test_gold_gets_the_devices_that_rewards_have(monkeypatch):
+    told = []
+    monkeypatch.setattr(RewardComputationEngine, "from_config", lambda config, **given: told.append(given["resources"]))
+    placed = ResourcesConfig(reward_devices=[3])
+    _gold(RewardConfig(), None, [], None, None, placed)
+    assert told == [placed]

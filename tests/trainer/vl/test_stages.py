@@ -504,6 +504,7 @@ def test_no_difference_is_told_where_no_token_was_compared(ahead):
     [
         pytest.param(51, False, False, True, [50], id="the rollouts show the others"),
         pytest.param(51, True, False, True, [1, 50], id="rollouts ahead are of a policy that is gone"),
+        pytest.param(51, True, False, False, [1, 50], id="ahead and cut: a probe waits for the work under way"),
         pytest.param(2, False, True, True, [1, 2], id="before an evaluation"),
         pytest.param(2, False, False, False, [1, 2], id="where log-probs are cut"),
     ],

@@ -66,6 +66,7 @@ class Workers:
 
     def _told(self, own: str | Exception) -> str:
         """What rank 0 says of the version. Raises what failed there or here."""
+        collectives.meet()  # for however long the workers take
         told = collectives.broadcast_object(own)
         for each in (told, own):
             if isinstance(each, Exception):
@@ -153,7 +154,8 @@ class RemoteEngine(RolloutEngine):
         """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
         entry = registry.engines[config.rollout.engine_type]
         target, devices = f"{__name__}:worker_engine", config.rollout.engine_tp_size
-        spec = EngineSpec(target, (for_workers(config),), torch.get_num_threads(), config.plugins, devices)
+        sent = for_workers(config)
+        spec = EngineSpec(target, (sent,), torch.get_num_threads(), sent.plugins, devices)
         ahead = config.asynchronous.ahead
         workers = Workers(config, spec, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0

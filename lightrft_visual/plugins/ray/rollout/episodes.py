@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ....config.given_files import CODE, located
+from ....config.given_files import whole, with_whole_paths
 from ....config.vl import RunConfig
 from ....experience.rollouts import Completion, Episode, PromptFeatures, Rollout, SamplingSettings
 from ....models.loading import Checkpoint
@@ -91,11 +91,9 @@ class RemoteEpisodes(RolloutStage):
 
 
 def for_workers(config: RunConfig) -> RunConfig:
-    """The configuration as workers read it: files of environments and tools by whole paths."""
+    """The configuration as workers read it: with the whole paths of model, plug-ins, environments and tools."""
     own = config.episodes
-    environment, tools = (text and CODE.sub(_whole, text) for text in (own.environment, own.tools))
-    return replace(config, episodes=replace(own, environment=environment, tools=tools)) if own.used else config
-
-
-def _whole(path: Any) -> str:
-    return str(located(path.group().strip()).resolve())
+    environment, tools = map(with_whole_paths, (own.environment, own.tools))
+    model = replace(config.model, pretrain=whole(config.model.pretrain))
+    episodes, plugins = replace(own, environment=environment, tools=tools), with_whole_paths(config.plugins)
+    return replace(config, model=model, episodes=episodes, plugins=plugins)

@@ -69,7 +69,6 @@ class WorkerPool:
         self._without: set[str] = set()  # workers that have not the present weights, nor can get them
         self._looks_after = shared and holds_weights
         self._looked: dict[str, tuple[int, float]] = {}  # by worker: the version that it had, when
-        self._closed = False
         self._failure: BaseException | None = None
         self._working, self._spent = 0, 0.0
         self._since = self._began = time.perf_counter()
@@ -140,7 +139,6 @@ class WorkerPool:
     def close(self) -> None:
         """No work is begun any more; what waits is cancelled. The workers are left to who started them."""
         self._fail(RolloutError("the pool of workers is closed"))
-        self._closed = True
 
     def _count(self, change: int) -> None:
         """Workers at work: `change` more. Under the lock."""
@@ -155,7 +153,7 @@ class WorkerPool:
             logger.warning("worker %s died while it was given weights; it gets them when it is back", worker.name)
 
     def _serve(self, worker: WorkerHandle) -> None:
-        while not self._closed:
+        while self._failure is None:
             if worker.name in self._without:
                 time.sleep(RETRY_SECONDS)
                 continue
@@ -234,13 +232,13 @@ class WorkerPool:
 
     def _back(self, worker: WorkerHandle) -> bool:
         """Whether a dead worker came back; where none is left, all work fails."""
-        if self._closed:
+        if self._failure is not None:
             return False
         try:
             worker.wait_until_back()
             return True
         except (RolloutError, WorkerDied) as error:
-            if self._closed:  # nobody waits for it any more
+            if self._failure is not None:  # nobody waits for it any more
                 return False
             with self._lock:
                 self.workers.remove(worker)

@@ -1,19 +1,19 @@
 """Rollout workers as named Ray actors: started by rank 0, reached by every rank."""
 
 import os
-import time
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ....config.constraints import not_usual
 from ....config.placement import AUTO, ResourcesConfig
 from ....errors import ConfigError, LightRFTVisualError, RolloutError
 from ....rollout.weight_sync import MemoryFile, WeightPost
 from ....runtime import collectives
 from ....runtime.start_up import log_stage
-from ..actors import START_SECONDS, named_actors, on_every_rank
-from ..cluster import check_reachable, connect, connected, on_devices, process_environment
+from ..actors import built_again, named_actors, on_every_rank, raised_there, start_seconds, wait_for
+from ..cluster import check_reachable, connect, connected, end_of, on_devices, process_environment
 from .pool import WorkerDied, WorkerHandle
 from .worker import EngineSpec, Worker
 
@@ -37,7 +37,7 @@ class RayWorker(WorkerHandle):
             self.end()
             raise WorkerDied(f"no answer within {self.timeout:g} s") from None
         except errors.RayTaskError as error:
-            cause = error.cause
+            cause = raised_there(error)
             if isinstance(cause, LightRFTVisualError):
                 raise cause from None
             raise RolloutError(f"rollout worker {self.name}: {type(cause).__name__}: {cause}") from error
@@ -48,17 +48,10 @@ class RayWorker(WorkerHandle):
         self.ray.kill(self.actor, no_restart=False)
 
     def wait_until_back(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            if not self.ray.is_initialized():
-                raise RolloutError("the connection to Ray is closed")
-            try:
-                self.ray.get(self.actor.describe.remote(), timeout=max(1.0, deadline - time.monotonic()))
-                return
-            except self.ray.exceptions.RayError as error:
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"it was not back within {START_SECONDS:g} s ({error})") from None
-                time.sleep(0.2)
+        try:
+            wait_for(self.ray, self.actor)
+        except (ConnectionError, self.ray.exceptions.RayError) as error:
+            raise RolloutError(f"it does not start again: {end_of(error)}") from error
 
 
 class Cluster:
@@ -80,7 +73,6 @@ class Cluster:
         self.ray: Any = None
         self._actors: dict[str, Any] = {}
         self.connected_here = not connected()
-        self.began_here = not os.environ.get("RAY_ADDRESS")
         self.ray, self._actors = on_every_rank(lambda: self._started(spec), SETTING)
         self.workers = [RayWorker(self.ray, actor, name, ANSWER_SECONDS) for name, actor in self._actors.items()]
 
@@ -106,7 +98,7 @@ class Cluster:
         if not _on_accelerator():
             return [common | {"runtime_env": process_environment()} for _ in range(count or 1)]
         each = self.devices
-        if not self.began_here:  # the cluster knows its devices
+        if not devices:  # the cluster knows its own
             wanted = self.resources.rollout_num_gpus
             # Ranks that Ray Train started and reward models have theirs by now. A cluster may grow for a named number.
             free = count * each if count else int(self.ray.available_resources().get("GPU", 0))
@@ -120,18 +112,18 @@ class Cluster:
         """What the actors say of themselves, once their engines are there. Raises ConfigError."""
         waiting = [actor.describe.remote(self._probe.at) for actor in self._actors.values()]
         try:
-            return self.ray.get(waiting, timeout=START_SECONDS)
+            return self.ray.get(waiting, timeout=start_seconds())
         except self.ray.exceptions.GetTimeoutError:
             left = {name: self.ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
             raise ConfigError(
-                f"{len(waiting)} rollout workers are not all there after {START_SECONDS:g} s. Either their checkpoint "
-                f"takes longer, or the Ray cluster cannot place them: it has {left} left, and each asks for "
+                f"{len(waiting)} rollout workers are not all there after {start_seconds():g} s. Either their "
+                "checkpoint takes longer (a longer collective_timeout counts here too), or the Ray cluster cannot "
+                f"place them: it has {left} left, and each asks for "
                 f"{self.resources.rollout_num_cpus:g} CPU (distributed.resources.rollout_num_cpus) and, on GPUs, "
                 f"for {self.devices}"
             ) from None
         except self.ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            raise ConfigError(f"a rollout worker does not start: {type(cause).__name__}: {cause}") from None
+            raise ConfigError(f"a rollout worker does not start: {end_of(error)}") from error
 
     def post(self, turns: int = 2) -> WeightPost:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
@@ -160,13 +152,21 @@ class _RayActor(Worker):
     def __init__(self, spec: EngineSpec) -> None:
         import ray
 
-        super().__init__(spec, fetch=ray.get)
+        with built_again():
+            super().__init__(spec, fetch=ray.get)
 
 
 def check_cluster(resources: ResourcesConfig) -> None:
     """Raise ConfigError where it can be known before models load that there is no Ray, or no cluster."""
-    if resources.require_cluster and not os.environ.get("RAY_ADDRESS"):
+    cluster = os.environ.get("RAY_ADDRESS")
+    if resources.require_cluster and not cluster:
         raise ConfigError("this placement needs a Ray cluster: set RAY_ADDRESS to its address, such as host:6379")
+    named = not_usual(resources, ("visible_devices", "trainer_devices", "rollout_devices"))
+    if cluster and named:
+        raise ConfigError(
+            f"{', '.join(named)}: the Ray cluster of RAY_ADDRESS gives devices out, so name none: use rollout.num_gpus "
+            "and trainer.num_gpus of distributed.resources"
+        )
     check_reachable(SETTING)
 
 
@@ -181,7 +181,7 @@ def rollout_devices(resources: ResourcesConfig) -> list[int]:
     """
     if not _on_accelerator() or os.environ.get("RAY_ADDRESS"):
         return []
-    return divided(resources, resources.visible_devices or _all_devices(), collectives.world_size())
+    return divided(resources, _all_devices(), collectives.world_size())
 
 
 def _shares(found: int, each: int, count: int | None, named: str) -> int:
@@ -203,29 +203,33 @@ def _all_devices() -> list[int]:
                 return [int(part) for part in named.split(",")]
             except ValueError:
                 raise ConfigError(
-                    f"{name} is {named!r}: which devices are the rollouts' is told by numbers. Set it to numbers, such "
-                    "as 0,1,2,3, or name them by distributed.resources.visible_devices"
+                    f"{name} is {named!r}: which devices are the trainer's and which the rollouts' is told by numbers. "
+                    "Set it to numbers, such as 0,1,2,3"
                 ) from None
     return list(range(torch.accelerator.device_count()))
 
 
 def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[int]:
-    """The rollouts' part of the devices of a host, the first of which are the trainer's unless it names its own.
+    """The rollouts' part of the devices of a host: neither those that the launcher gave the trainer, nor the rewards'.
 
     Raises ConfigError.
 
     Args:
         resources: which may name the devices of each side.
-        visible: what the launcher left visible, where `visible_devices` does not name them.
+        visible: what the launcher left visible; the first of them are the trainer's.
         ranks: of the trainer, one a device.
     """
-    known = [
-        device for device in resources.visible_devices or visible if device not in (resources.reward_devices or ())
-    ]
-    trainer = resources.trainer_devices or known[:ranks]
-    if len(trainer) != ranks:
-        raise ConfigError(f"trainer_devices names {len(trainer)} device(s) for {ranks} rank(s)")
-    left = resources.rollout_devices or [device for device in known if device not in trainer]
+    trainer, rewards = visible[:ranks], resources.reward_devices or []
+    known = resources.visible_devices or visible
+    left = resources.rollout_devices or [device for device in known if device not in (*trainer, *rewards)]
+    if len(trainer) != ranks or set(resources.trainer_devices or trainer) != set(trainer):
+        named = f", and trainer_devices names {resources.trainer_devices}" if resources.trainer_devices else ""
+        raise ConfigError(
+            f"the launcher gave {ranks} rank(s) the device(s) {trainer}{named}: start one rank on each device of the "
+            "trainer, as by deepspeed --include localhost:0,1"
+        )
+    if shared := sorted(set(trainer) & {*left, *rewards}):
+        raise ConfigError(f"devices {shared} are the trainer's, by the launcher, and the rollouts' or rewards' alike")
     wanted = resources.rollout_num_gpus
     if wanted != AUTO and int(wanted) > len(left):
         raise ConfigError(f"rollout_num_gpus is {wanted}, but beside the trainer's {trainer} there are {left}")

@@ -197,8 +197,12 @@ NAMED = ResourcesConfig(visible_devices=[0, 1, 2, 3], trainer_devices=[0], rollo
         (NAMED, [0], 1, [1, 2, 3]),
         (ResourcesConfig(visible_devices=[4, 5]), [4], 1, [5]),
         (ResourcesConfig(reward_devices=[2]), [0, 1, 2, 3], 1, [1, 3]),
+        (ResourcesConfig(visible_devices=[0, 1, 2, 3]), [2, 3], 2, [0, 1]),
         (ResourcesConfig(), [0], 1, "no device is left for rollouts: the trainer has \\[0\\] of \\[0\\]"),
-        (NAMED, [0, 1], 2, "trainer_devices names 1 device"),
+        (NAMED, [0], 2, "the launcher gave 2 rank.s. the device.s. \\[0\\], and trainer_devices names \\[0\\]"),
+        (ResourcesConfig(trainer_devices=[2, 3]), [0, 1, 2, 3], 2, "\\[0, 1\\], and trainer_devices names \\[2, 3\\]"),
+        (ResourcesConfig(rollout_devices=[0]), [0, 1], 1, "devices \\[0\\] are the trainer's, by the launcher"),
+        (ResourcesConfig(reward_devices=[1]), [0, 1, 2], 2, "devices \\[1\\] are the trainer's, by the launcher"),
         (ResourcesConfig(rollout_num_gpus="3"), [0, 1], 1, "rollout_num_gpus is 3"),
     ],
 )
@@ -223,16 +227,15 @@ def test_devices_that_a_scheduler_names_otherwise_than_by_numbers(monkeypatch):
     monkeypatch.setattr(ray_workers, "get_accelerator", lambda: cuda)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,GPU-46e5d0ac")
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 'GPU-8932f937,GPU-46e5d0ac': .*visible_devices"):
-        ray_workers.rollout_devices(ResourcesConfig())
-    assert ray_workers.rollout_devices(ResourcesConfig(visible_devices=[0, 1])) == [1]
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 'GPU-8932f937,GPU-46e5d0ac': .*Set it to numbers"):
+        ray_workers.rollout_devices(ResourcesConfig(visible_devices=[0, 1]))  # one of which is the trainer's
 
 
 class Accelerated(Cluster):
     """On accelerators, of this host or of a cluster that has some free."""
 
     def __init__(self, resources, devices=1, free=None):
-        self.resources, self.devices, self.began_here = resources, devices, free is None
+        self.resources, self.devices = resources, devices
         self.ray = SimpleNamespace(available_resources=lambda: {"CPU": 8.0, "GPU": float(free)})
 
     def given(self, *devices):
@@ -269,6 +272,10 @@ def test_a_cluster_that_is_not_there_is_told_before_models_load(monkeypatch, roo
     with pytest.raises(ConfigError, match="needs a Ray cluster: set RAY_ADDRESS"):
         check(config)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    config.distributed.resources.rollout_devices = [1]
+    with pytest.raises(ConfigError, match="^rollout_devices: the Ray cluster .* use rollout.num_gpus"):
+        check(config)
+    config.distributed.resources.rollout_devices = None
     with pytest.raises(ConfigError, match="placement split: no Ray cluster answers at 127.0.0.1"):
         check(config)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -306,12 +313,38 @@ def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks(pool_of):
 
 def test_a_worker_is_not_called_once_the_run_has_left_ray():
     """Ray would start a cluster for the call."""
-    ray = SimpleNamespace(is_initialized=lambda: False, exceptions=None)
+    ray = SimpleNamespace(is_initialized=lambda: False, exceptions=SimpleNamespace(RayError=TimeoutError))
     worker = RayWorker(ray, SimpleNamespace(), "a", timeout=1.0)  # an actor without methods: a call would fail
     with pytest.raises(WorkerDied, match="is closed"):
         worker.call("run")
     with pytest.raises(RolloutError, match="is closed"):
         worker.wait_until_back()
+
+
+class ActorEnded(Exception):
+    actor_init_failed = True
+
+
+def test_a_worker_that_cannot_be_built_again_is_not_waited_for():
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=SimpleNamespace(RayError=ActorEnded))
+    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))
+    ray.get = lambda task, timeout: failing(ActorEnded("ray::Actor\n  a line\nValueError: no room"))()
+    with pytest.raises(RolloutError, match="it does not start again: ValueError: no room$"):
+        RayWorker(ray, actor, "a", timeout=1.0).wait_until_back()
+
+
+def test_the_traceback_of_a_worker_is_a_note_of_what_is_raised():
+    class TaskError(Exception):
+        cause = RolloutError("no tokens")
+
+    other = type("Other", (Exception,), {})
+    errors = SimpleNamespace(GetTimeoutError=other, RayTaskError=TaskError, RayError=TaskError)
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors)
+    ray.get = lambda task, timeout: failing(TaskError("Traceback of the worker"))()
+    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda: None))
+    with pytest.raises(RolloutError, match="^no tokens") as raised:
+        RayWorker(ray, actor, "a", timeout=1.0).call("run")
+    assert raised.value.__notes__ == ["Traceback of the worker"]
 
 
 @pytest.mark.parametrize("workers,whole,parts", [(1, 1, [10]), (2, 1, [3, 3, 3, 1]), (2, 4, [4, 4, 2]), (0, 1, [10])])

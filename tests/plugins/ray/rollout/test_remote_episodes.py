@@ -19,6 +19,7 @@ from lightrft_visual.config.spellings import VL_PRESET
 from lightrft_visual.config.vl import DistributedConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.ray.rollout import engine
+from lightrft_visual.plugins.ray.rollout.episodes import for_workers
 from lightrft_visual.plugins.ray.rollout.worker import Worker
 from lightrft_visual.rollout.weight_sync import WeightPost
 from lightrft_visual.trainer.hooks import StepHook
@@ -175,3 +176,17 @@ def test_an_environment_that_python_gives_is_refused_with_workers():
     split = DistributedConfig(placement="split")
     with pytest.raises(ConfigError, match="workers cannot load an environment or tools that Python gives"):
         RunConfig(distributed=split, episodes=EpisodeConfig(environment="python:Looks"))
+
+
+def test_workers_are_told_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("mine.py", "game.py"):
+        (tmp_path / name).touch()
+    config = RunConfig(plugins="mine.py, other.module", episodes=EpisodeConfig(environment="game.py:play"))
+    config.model.pretrain = "model"
+    sent = for_workers(config)
+    assert (sent.model.pretrain, sent.plugins) == (f"{tmp_path}/model", f"{tmp_path}/mine.py, other.module")
+    assert sent.episodes.environment == f"{tmp_path}/game.py:play" and config.model.pretrain == "model"
+    config.model.pretrain = "org/model"  # of the hub
+    assert for_workers(config).model.pretrain == "org/model"
