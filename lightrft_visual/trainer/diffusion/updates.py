@@ -247,7 +247,8 @@ class RewardUpdate:
             epoch: pass over the step's samples; each draws noise of its own.
             metrics: what those of the loss are added to.
         """
-        drawn, host = [], HostCopies()  # media (B, 3, …) and scores (B) on the host, valid (B) bool where it is
+        drawn: list[tuple[T, T, T]] = []  # media (B, 3, …) and scores (B) on the host, valid (B) bool where it is
+        host = HostCopies()
         self.sampling.remember(requests)
         total, purpose = float(len(requests) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(requests), self.micro_batch_size):
