@@ -349,7 +349,8 @@ def convert(system: str, file: str) -> None:
 # -- machines --------------------------------------------------------------------------------------------------------
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+# What stands behind the script is the script's.
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--ranks", type=click.IntRange(min=1), help="Processes on this host; default: one a GPU, else one.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch(ranks: int | None, arguments: tuple[str, ...]) -> None:

@@ -241,6 +241,12 @@ def test_launch_of_no_rank_is_refused():
     assert told.exit_code == 2 and "--ranks" in told.output
 
 
+def test_launch_leaves_options_behind_a_script_to_the_script(monkeypatch):
+    monkeypatch.setattr(local_ranks, "start_ranks", lambda arguments, ranks: print(*arguments, ranks))
+    told = CliRunner().invoke(cli.cli, ["launch", "--ranks", "1", "own.py", "--ranks", "2", "--help"])
+    assert told.output == "own.py --ranks 2 --help 1\n"
+
+
 def test_launch_ends_when_a_rank_has_failed_though_another_one_is_stopped(tmp_path):
     """A stopped process ends by nothing but SIGKILL."""
     stops = "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGSTOP)"

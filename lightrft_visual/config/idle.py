@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 from . import registry
 from .constraints import not_usual
+from .shared import EMBEDDED
 
 logger = logging.getLogger(__name__)
 CLIPPED = ("flow_grpo", "dance_grpo", "mix_grpo", "temp_flow_grpo", "ddpo", "awm")  # by clip_range
@@ -58,10 +59,20 @@ def check_run(algorithm: Any, rollout: Any) -> None:
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
+def check_evaluation(config: Any) -> None:
+    """Of a run of any other model than the embedded one, whose preset says how it is evaluated."""
+    data, output = config.data, config.output
+    if config.model.pretrain != EMBEDDED and not data.evaluated and data.max_eval_samples > 0:
+        reader = "evaluations, whose prompts --eval_data names"
+        _say_idle(data, not_usual(data, ("eval_split", "max_eval_samples")), reader)
+        _say_idle(output, ["eval_steps"] if (output.eval_steps or 0) > 0 else [], reader)
+
+
 def _say_idle(section: Any, names: list[str], reader: str) -> None:
     """Say which settings do nothing here, that commands of other systems give wherever they are read or not."""
     if names and os.environ.get("RANK", "0") == "0":
-        told = " and ".join(f"{name} {getattr(section, name):g}" for name in names)
+        values = {name: getattr(section, name) for name in names}
+        told = " and ".join(f"{name} {each if isinstance(each, str) else f'{each:g}'}" for name, each in values.items())
         logger.warning("%s: read by %s, and does nothing here", told, reader)
 
 

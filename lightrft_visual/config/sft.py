@@ -6,6 +6,7 @@ What such a run does not read is no field here, so a command that sets it is ref
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from . import idle
 from .constraints import NonNegativeFloat, PositiveInt, Section, positive_or, require
 from .placement import ResourcesConfig
 from .shared import EMBEDDED, DistributedConfig, OutputConfig
@@ -106,6 +107,7 @@ class SFTRunConfig(Section):
     def check(self) -> None:
         """The embedded model that draws has a task of its own; a best metric is of held-out rows."""
         self.output.check_best(self.data.evaluated)
+        idle.check_evaluation(self)
         require(
             self.model.pretrain != EMBEDDED or self.model.embedded_family != "janus",
             "embedded_family janus answers and draws by `train unified`; train sft takes the other families",

@@ -179,3 +179,22 @@ def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, wa
 def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(settings, told, caplog):
     check_run(AlgorithmConfig(**settings), RolloutConfig())
     assert [each.message for each in caplog.records] == told
+
+
+@pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --eval_split dev",
+         ["eval_split dev: read by evaluations, whose prompts --eval_data names, and does nothing here",
+          "eval_steps 5: read by evaluations, whose prompts --eval_data names, and does nothing here"]),
+        ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --eval_data e.jsonl", []),
+        ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --max_eval_samples 0", []),
+        ("--pretrain m --prompt_data d.jsonl --eval_steps -1", []),
+        ("--pretrain m --eval_steps 5", []),
+        ("--prompt_data d.jsonl --eval_steps 5", []),  # as its preset has it
+    ],
+)  # fmt: skip
+def test_settings_of_evaluations_are_said_to_do_nothing_without_held_out_prompts(schema, flags, told, caplog):
+    load_config(schema, flags.split(), preset=None)
+    assert [each.message for each in caplog.records if "eval_" in each.message] == told

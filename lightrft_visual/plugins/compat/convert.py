@@ -3,7 +3,8 @@
 import ast
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...config.leaves import KEYWORD, Names, Setting, names_of
 from ...config.load import merge, parse_run
+from ...config.shared import REWARDS
 from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
-from .meanings import meant, unset_there
+from .meanings import ESTIMATORS, meant, unset_there
 from .names import CONVERTS
 from .shell import NESTED, Outside, ShellText, launched, settings_of
 
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)(?:Trainer|Config)\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
 VERBS = {"grpo": "grpo", "rloo": "rloo", "ppo": "ppo", "sft": "sft"}
-ESTIMATORS = ("advantage_estimator", "algorithm.adv_estimator", "algo.advantage.estimator")
 OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd", "kd", "xpo", "nashmd", "nash", "tpo",
                "mpo", "gold", "sdft", "distillation")  # fmt: skip
 NO_COUNTERPART = "nothing here has this name or is like it"
 UNSET = "it is not set there: the default stands"
+NO_DATA = "no data are named, and a run takes built-in ones: write --prompt_data PATH"
+NO_REWARD = (
+    "no reward is named, and a run compares answers with the reference: write --reward_fn path.py:function, "
+    "--reward_pretrain FOLDER or --remote_rm_url URL"
+)
+RATHER = ("max_tokens_per_batch", "use_kl_loss")  # are left out rather than lengths, and a KL's weight
+LOSS_LEFT_OUT = "; left out, the KL is in the reward, where --init_kl_coef 0 is what it amounted to"
 OF_FILES = ("config", "config_name", "config_path")  # which hold settings of their own
 OF_TREES = (".yaml", ".yml", ".json")
 STOCK = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # verl's files of its defaults
@@ -61,7 +69,9 @@ def convert(system: str, file: Path) -> Converted:
     read = dict(_settings(file))
     read = {**_named_file(read, file), **read}
     found = {
-        name if isinstance(value, Outside) else CONVERTS[system].get("names", {}).get(name, name): value
+        name if isinstance(value, Outside) else CONVERTS[system].get("names", {}).get(name, name): (
+            int(value) if isinstance(value, float) and value.is_integer() else value
+        )
         for name, value in read.items()
     }
     if not found:
@@ -77,11 +87,15 @@ def convert(system: str, file: Path) -> Converted:
                 left_out[name] = why
         except ConfigError as error:
             left_out[name] = _why(names, name, value, error)
-    unset = [] if elsewhere else _add_unset(system, verb, names, taken)
+    unset = {} if elsewhere else unset_there(system, verb, taken, file.read_text("utf-8-sig"))
+    unset = _others_than_here(verb, names, unset, [*left_out, *idle])
+    taken |= unset
     _leave_out_refused(verb, taken, left_out, unset)
+    left_out |= idle
+    _say_missing(system, verb, taken, left_out)
     words = [f"--{name} {_shell(value)}" for name, value in taken.items()]
     command = " \\\n    ".join([f"lightrft-visual train {verb}", *words])
-    return Converted(system, command, left_out | idle, [name for name in unset if name in taken])
+    return Converted(system, command, left_out, [name for name in unset if name in taken])
 
 
 def _named_file(read: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -107,13 +121,25 @@ def _settings_elsewhere(file: Path, read: Mapping[str, Any], left_out: dict[str,
     return any(name.replace("-", "_") in OF_FILES for name in read)
 
 
-def _add_unset(system: str, verb: str, names: Names, taken: dict[str, Any]) -> list[str]:
-    """Add the settings that the file leaves to its system and whose values are others than those here. Their names."""
+def _others_than_here(verb: str, names: Names, unset: Mapping[str, Any], told: Iterable[str]) -> dict[str, Any]:
+    """Of the settings that a file leaves to its system those whose values are others here. told: names that a person is
+    told of: the file sets them, to what is not understood."""
     defaults = {leaf.name: leaf.default for leaf in names.leaves.values()} | ALGORITHMS[verb][1]
-    unset = unset_there(system, verb, taken)
-    unset = {name: value for name, value in unset.items() if name in defaults and defaults[name] != value}
-    taken |= unset
-    return list(unset)
+    for name in told:
+        with suppress(ConfigError):  # a name of several settings
+            for leaf, _ in [] if name.replace("-", "_") in names.translations else names.find(name):
+                defaults.pop(leaf.name, None)
+    return {name: value for name, value in unset.items() if name in defaults and defaults[name] != value}
+
+
+def _say_missing(system: str, verb: str, taken: Mapping[str, Any], left_out: dict[str, str]) -> None:
+    """What a run takes in place of a reward and of data, where the command names none."""
+    reasons = " ".join(left_out.values())
+    rewarded = any(name.removeprefix("reward.").partition(".")[0] in REWARDS for name in taken)
+    if verb != "sft" and not (rewarded or "--reward_fn" in reasons or "--environment" in reasons):
+        left_out["reward_fn"] = CONVERTS[system].get("scores", NO_REWARD)
+    if "prompt_data" not in taken and "--prompt_data" not in reasons:
+        left_out["prompt_data"] = NO_DATA
 
 
 def _verb(system: str, file: Path, found: Mapping[str, Any], left_out: dict[str, str]) -> str:
@@ -198,8 +224,11 @@ def _leave_out_refused(verb: str, taken: dict[str, Any], left_out: dict[str, str
             blamed = re.findall(rf"([\w.]+)(?: \(|: ){KEYWORD}", str(error))
             known = [each for path in blamed[::-1] for each in (path, path.rpartition(".")[2]) if each in plain]
             name = next((each for each in known if each in unset), next(iter(known), ""))
+            name = next((each for each in RATHER if each in known), name)
             if name not in unset:
-                left_out[name or "the whole"] = str(error).partition("\n")[0].replace(f": {KEYWORD}", "")
+                told = str(error).partition("\n")[0].replace(f": {KEYWORD}", "")
+                kept_kl = name == "use_kl_loss" and taken.get("init_kl_coef", True)
+                left_out[name or "the whole"] = told + (LOSS_LEFT_OUT if kept_kl else "")
             if not name:
                 return
             del taken[name]

@@ -7,26 +7,32 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...config.spellings import ONE_OF_THESE
 from .names import CONVERTS
 from .shell import Outside, ShellText
 
 Found = dict[str, Any]
 Names = Iterable[str]
 
+ESTIMATORS = ("advantage_estimator", "algorithm.adv_estimator", "algo.advantage.estimator")
 OF_CRITIC = ("lambd", "value_clip", "critic_learning_rate")
-SIZES = ("train_batch_size", "groups_per_update", "gradient_accumulation_steps")  # one of which counts
+SIZES = [path.rpartition(".")[2] for path in ONE_OF_THESE[0]]
 
 
-def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
+def unset_there(system: str, verb: str, taken: Mapping[str, Any], text: str) -> Found:
     """The settings whose values a file leaves to its system, by their names here.
 
     Args:
         system: of the file, one of CONVERTS.
         verb: the command that the file becomes: grpo, rloo, ppo or sft.
         taken: the settings of the file, by their names here.
+        text: of the file, which may name a module with defaults of its own.
     """
     entry = CONVERTS[system]
-    usual = dict(entry.get(f"defaults_{verb}", entry["defaults"]))
+    own = (values for module, values in entry.get("defaults_of", {}).items() if module in text)
+    usual = dict(next(own, entry.get(f"defaults_{verb}", entry["defaults"])))
+    if "eval_data" not in taken:
+        usual.pop("eval_split", None)
     estimator = taken.get("advantage_estimator", "gae" if verb == "ppo" else verb)
     if estimator in entry["whitens"]:
         usual["advantages_norm"] = True
@@ -51,7 +57,8 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
         name, _, value = told.partition("=")
         if name in found and _is(found, name, value):
             del found[name]
-            found |= here
+            found |= {each: value for each, value in here.items() if each != "told"}
+            left_out |= {name: here["told"]} if "told" in here else {}
     path, function = (found.get(f"custom_reward_function.{end}") for end in ("path", "name"))
     if isinstance(path, str) and not isinstance(path, Outside):
         found["reward_fn"] = type(path)(f"{path}:{function or 'compute_score'}")
@@ -90,6 +97,11 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def _first(found: Mapping[str, Any], *names: str) -> Any:
+    """The value of the first of these settings that is there; None without one."""
+    return next((found[name] for name in names if found.get(name) is not None), None)
+
+
 def _drop(found: Found, left_out: dict[str, str], names: Names, why: str) -> None:
     for name in names:
         if found.pop(name, None) is not None:
@@ -115,12 +127,21 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
     if _is(found, "algorithm.norm_adv_by_std_in_grpo", "true", "false"):
         del found["algorithm.norm_adv_by_std_in_grpo"]
     _loss_of_verl(found, left_out)
-    if _is(found, f"{ACTOR}use_dynamic_bsz", "true") and found.get(f"{ACTOR}ppo_max_token_len_per_gpu") is not None:
+    budget = f"{ACTOR}ppo_max_token_len_per_gpu"
+    if _is(found, f"{ACTOR}use_dynamic_bsz", "true") and found.get(budget) is not None:
         del found[f"{ACTOR}use_dynamic_bsz"]
         found.setdefault("packing_samples", True)
+        tokens, ranks = map(_number, (found[budget], found.get(f"{ACTOR}ulysses_sequence_parallel_size")))
+        if tokens and ranks:  # of one rank there, of all that share a sequence here
+            found[budget] = int(tokens * ranks)
     elif found.pop(f"{ACTOR}use_dynamic_bsz", None) is not None:
-        names = (f"{ACTOR}ppo_max_token_len_per_gpu",)
-        _drop(found, left_out, names, "use_dynamic_bsz says that it does not count there")
+        _drop(found, left_out, (budget,), "use_dynamic_bsz says that it does not count there")
+    for name in [each for each in found if each.endswith(".exclude_modules")]:
+        if _first(found, *(name.replace("exclude_modules", rank) for rank in ("lora_rank", "rank"))) in (None, 0):
+            _drop(found, left_out, (name,), "without a rank of LoRA it does not count there")
+        elif "visual" in str(found.get(name)):
+            del found[name]
+            found["freeze_prefix"] = "true"
     if not _is(found, "reward_model.enable", "true"):
         _drop(found, left_out, ("reward_model.model.path",), "reward_model.enable says that it does not count there")
     found.pop("reward_model.enable", None)
@@ -221,7 +242,7 @@ def _kl_of_older_easyr1(found: Found, left_out: dict[str, str], whole: bool) -> 
 
 def _of_openrlhf(verb: str, found: Found, left_out: dict[str, str]) -> None:
     """A length of an overlong buffer turns it on; a length of everything holds that of a response; messages have a
-    template whatever is told."""
+    template whatever is told; a critic starts from the reward model; several URLs share the samples."""
     column = str(found.get("input_key", found.get("data.input_key")))
     if column in ("message", "messages") and not found.keys() & {"apply_chat_template", "data.apply_chat_template"}:
         found["apply_chat_template"] = True
@@ -231,18 +252,29 @@ def _of_openrlhf(verb: str, found: Found, left_out: dict[str, str]) -> None:
     for prefix in ("", "reward."):
         if found.get(f"{prefix}overlong_buffer_len") is not None:
             found["overlong_buffer"] = True
-    clip = next((found[name] for name in ("reward.clip_range", "reward_clip_range") if name in found), None)
+    clip = _first(found, "reward.clip_range", "reward_clip_range")
     if isinstance(clip, list) and len(clip) == 2 and (high := _number(clip[1])) and _number(clip[0]) == -high:
         found["reward_clip"] = high
         for name in ("reward.clip_range", "reward_clip_range"):
             found.pop(name, None)
     for name in ("data.max_len", "max_len"):
         whole = _number(found.get(name))
-        new = next((_number(found[key]) for key in ("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
-                    if key in found), None)  # fmt: skip
+        new = _number(_first(found, "rollout.max_new_tokens", "max_new_tokens", "generate_max_len"))
         if verb != "sft" and whole and new and whole > new and "prompt_max_len" not in found:
             found["prompt_max_len"] = int(whole - new)
             del found[name]
+        elif verb != "sft" and whole and not new:
+            told = f"a response may have what its prompt leaves of {whole:g} tokens there"
+            _drop(found, left_out, (name,), f"{told}: write --prompt_max_len and --generate_max_len")
+    urls = _first(found, "reward.remote_url", "remote_rm_url")
+    if verb != "sft" and _first(found, *ESTIMATORS) in (None, "gae") and urls is None:
+        model = _first(found, "reward.model_name_or_path", "reward_pretrain")
+        others = ("critic.model_name_or_path", "critic_pretrain", "train.agent_func_path", "agent_func_path")
+        if isinstance(model, str) and not isinstance(model, Outside) and _first(found, *others) is None:
+            found["critic_pretrain"] = type(model)(model.partition(",")[0])
+    for name in ("reward.remote_url", "remote_rm_url"):
+        if isinstance(urls, str) and not isinstance(urls, Outside) and name in found:
+            found[name] = type(urls)(urls.replace(",", "|"))
     if verb == "sft" and "max_epochs" in found:  # passes over the data there
         found["num_episodes"] = found.pop("max_epochs")
 
@@ -265,21 +297,24 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
         found.setdefault("critic_learning_rate", found["learning_rate"])
     if _is(found, "use_peft", "true"):
         for name, value in (("lora_rank", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
-            if not {name, name.replace("rank", "r")} & found.keys():
-                found[name] = value
+            found.setdefault(name, value)
         del found["use_peft"]
     elif _is(found, "use_peft", "none", "false") and found.pop("peft", None) is None:
         names = [name for name in found if name.startswith("lora_")]
         _drop(found, left_out, names, "without use_peft it does not count there")
         found.pop("use_peft", None)
-    if {"lora_rank", "lora_r"} & found.keys() and not {"target_modules", "lora_target_modules"} & found.keys():
+    if "lora_rank" in found and not {"target_modules", "lora_target_modules"} & found.keys():
         told = "peft chooses by the model's class there, mostly q_proj and v_proj; here all linear layers: write "
         left_out["target_modules"] = f"{told}--target_modules q_proj,v_proj"
     if _is(found, "fp16", "true") and "bf16" not in found:
         found["bf16"] = False
+    betas = found.pop("adam_beta1", 0.9), found.pop("adam_beta2", 0.999)
+    if betas != (0.9, 0.999):
+        found["adam_betas"] = list(betas)
     if verb in ("grpo", "rloo"):
         if verb == "grpo":
             _loss_of_trl(found)
+            _entropy_of_trl(found, left_out, whole)
             _correction_of_trl(found, left_out, whole)
         else:
             found.setdefault("loss_agg_mode", "seq-mean-token-sum")
@@ -305,6 +340,16 @@ def _loss_of_trl(found: Found) -> None:
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
         if name in found:
             found[name.replace("temperature", "tau")] = found.pop(name)
+
+
+def _entropy_of_trl(found: Found, left_out: dict[str, str], whole: bool) -> None:
+    usual = {"entropy_target": 0.2, "entropy_coef_delta": 0.005, "entropy_coef_max": 1.0}
+    if not _is(found, "use_adaptive_entropy", "true"):
+        _drop(found, left_out, (*usual, "entropy_coef_min"), "without use_adaptive_entropy it does not count there")
+    elif whole:
+        found |= usual | found
+    if _is(found, "use_adaptive_entropy", "true", "false"):
+        del found["use_adaptive_entropy"]
 
 
 def _correction_of_trl(found: Found, left_out: dict[str, str], whole: bool) -> None:
@@ -359,7 +404,10 @@ def _sizes_of_trl(found: Found, left_out: dict[str, str]) -> None:
         left_out["rollout_batch_size"] = told
     updates = batches / accumulated * (_number(found.get("num_iterations")) or 1)
     for name in ("max_steps", "save_steps", "eval_steps") if updates > 1 else ():
-        if (steps := _number(found.get(name))) is not None and steps >= 1:
+        steps = _number(found.get(name)) or 0
+        if steps >= 1 and whole and ranks is None:
+            left_out[name] = f"it counts updates there, {updates:g} of a rollout on one rank: divide by those on all"
+        elif steps >= 1:
             found[name] = max(1, round(steps / updates))
 
 
@@ -382,10 +430,10 @@ def _schedule(found: Found, left_out: dict[str, str]) -> None:
     total = next((_number(found[name]) for name in found if name.endswith(STEPS) and "optim" not in name), None)
     for name in [name for name in found if name.endswith(WARM_UPS) and "critic" not in name]:
         steps = _number(found[name])
-        if steps is None:
-            continue
-        if steps < 0 or (steps == 0 and "warmup_ratio" in found):
+        if steps is not None and (steps < 0 or (steps == 0 and "warmup_ratio" in found)):
             del found[name]
-        elif steps < 1 or (total and total >= steps):
+        elif steps is not None and (steps < 1 or (total and total >= steps)):
             del found[name]
             found["lr_warmup_ratio"] = steps if steps < 1 else round(steps / (total or 1), 6)
+        elif found[name] is not None:
+            left_out["lr_warmup_ratio"] = f"write the share of the run's steps; {name} there: {found.pop(name)}"

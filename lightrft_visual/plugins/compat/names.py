@@ -8,8 +8,9 @@ words      settings of vision-language runs whose values are words: the settings
 advice     what to write instead, as in config/spellings.py; by one name, or by several with commas
 converts   what `convert` reads of a system: its own names where a file is known to be of it, what stands there where
            a file says nothing (for what a run learns, not sizes of micro-batches, memory, checkpoints and
-           evaluations), the estimators whose advantages it always whitens, and what a setting with a value means in
-           its files alone
+           evaluations), also of one module (`defaults_of`), the estimators whose advantages it always whitens, what a
+           setting with a value means in its files alone (`told`: what is said of it), and what it `scores` by where a
+           file names no reward
 """
 
 from collections.abc import Mapping

@@ -23,6 +23,7 @@ LEFT = re.compile(r"\0(\w+|[@*])\0(?=(\w)?)")
 WHOLE = re.compile(r"\$\{?(\w+)(\[[@*]\])?\}?")
 ALL_ARGUMENTS = re.compile(r"\$\{?[@*](?::\d+)?\}?")
 ENDS = re.compile(r"(&&|\|\|?|;|&)|(\d*&?[<>]+)(.*)")
+SETTING = re.compile(r"[+~]*[A-Za-z_][\w./]*=")
 OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w/]*(\.[\w/]+)+=.*", re.DOTALL)
 LONGEST_QUOTE = 400  # lines between two quotation marks
 
@@ -121,8 +122,10 @@ def _expanded(word: str, variables: Variables) -> list[str]:
     inside = variables.get(found[1]) if found else None
     if isinstance(inside, list):
         return [each for item in inside for each in _expanded(item, variables)]
-    if isinstance(inside, str) and (inside.lstrip().startswith("--") or OVERRIDE.match(inside.lstrip())):
-        return [each for item in _split(inside) for each in _expanded(item, variables)]
+    items = _split(inside) if isinstance(inside, str) else []
+    several = len(items) > 1 and all(map(SETTING.match, items))
+    if several or (items and (items[0].startswith("--") or OVERRIDE.match(items[0]))):
+        return [each for item in items for each in _expanded(item, variables)]
     return [_value(word, variables)]
 
 

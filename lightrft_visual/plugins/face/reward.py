@@ -16,7 +16,7 @@ from torch.export.passes import move_to_device_pass
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
 from ...runtime.usercode.loading import load_reward_fn
-from .scorer import REFERENCE_COLUMNS, FaceDetector, FaceFinder, Faces, image_in
+from .scorer import REFERENCE_COLUMNS, FaceDetector, FaceFinder, Faces, existing, image_in
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"
@@ -109,13 +109,6 @@ def _in_folder(embedder: str) -> str:
         "folder, or differentiable_kwargs.embedder=path.py:build with its weights; its ONNX file scores evaluations as "
         "the rule face_similarity"
     )
-
-
-def existing(path: str) -> str:
-    """The path, if there is a file. Raises ConfigError otherwise."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{NAME}: the file {path} does not exist")
-    return path
 
 
 class DifferentiableFaceSimilarity:

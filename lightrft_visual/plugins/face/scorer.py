@@ -76,6 +76,13 @@ class Faces:
         return None if found is None else found[0]
 
 
+def existing(path: str) -> str:
+    """The path, if there is a file. Raises ConfigError otherwise."""
+    if not Path(path).is_file():
+        raise ConfigError(f"face_similarity: the file {path} does not exist")
+    return path
+
+
 def image_in(row: Mapping[str, Any]) -> Any:
     """What the first of REFERENCE_COLUMNS that is not empty holds; None without one."""
     named = (row.get(column) for column in REFERENCE_COLUMNS)
@@ -132,11 +139,9 @@ class FaceSimilarity:
         scale: float = 127.5,
         offload: bool = True,
     ) -> None:
-        for path in (embedder, detector):
-            if path is not None and not Path(path).is_file():
-                raise ConfigError(f"scorer face_similarity: the file {path} does not exist")
-        self._model = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
-        self._faces = Faces(self._model, None if detector is None else FaceDetector(detector, size).matrix, size, scale)
+        finder = None if detector is None else FaceDetector(existing(detector), size).matrix
+        self._model = _OnnxModel(existing(embedder)) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
+        self._faces = Faces(self._model, finder, size, scale)
 
     def __call__(
         self,
@@ -175,7 +180,7 @@ class _OnnxModel:
 
 class _TorchModel:
     def __init__(self, path: str, offload: bool) -> None:
-        self._model, self._offload = torch.jit.load(path, map_location="cpu").eval(), offload
+        self._model, self._offload = torch.jit.load(existing(path), map_location="cpu").eval(), offload
 
     def at_work(self, device: Any) -> AbstractContextManager[Any]:
         """Inside, it is where the faces are; it goes there and back once for all samples."""

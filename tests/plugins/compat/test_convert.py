@@ -304,6 +304,104 @@ GRPOTrainer("m", args=args, peft_config=LoraConfig(r=32))
     "RLOO of TRL": ("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1, num_iterations=2))",
      "algorithm.init_kl_coef=0.1 algorithm.use_kl_loss=false algorithm.loss_agg_mode=seq-mean-token-sum",
      {"loss": "whole responses", "rollout_batch_size": ""}),
+    "settings of a shell variable whose first has no section": ("verl", "run.sh", """
+MORE="engine=fsdp optim=fsdp optim.betas="[0.8,0.9]" optim.lr=2e-5"
+python -m verl.trainer.fsdp_sft_trainer trainer.total_epochs=2 $MORE
+""", "train.num_episodes=2 train.actor_learning_rate=2e-5 train.adam_betas=[0.8,0.9]",
+     {"engine": "", "optim": ""}),
+    **{f"URLs that share the samples of OpenRLHF, by {name}": ("openrlhf", "run.sh",
+     f"python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --{name} http://a:1,http://b:1\n",
+     "reward.remote_rm_url='http://a:1|http://b:1'", {}) for name in ("remote_rm_url", "reward.remote_url")},
+    "rewards that OpenRLHF normalises by the reward model's numbers": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator rloo --reward.normalize_enable\n",
+     "algorithm.reward_running_norm=false", {"reward.normalize_enable": "mean and deviation from the reward model"}),
+    "a rollout of TRL for all ranks, whose number is unknown": ("trl", "run.sh", """
+grpo.py --per_device_train_batch_size 2 --num_generations 8 --generation_batch_size 64 --max_steps 100 --save_steps 10
+""", "rollout.rollout_batch_size=8 train.max_steps=100 output.save_steps=10",
+     {"max_steps": "counts updates there", "save_steps": "32 of a rollout on one rank"}),
+    # 64 / 2 / 4 = 8 updates of a rollout
+    "a rollout of TRL for four ranks": ("trl", "run.sh", """
+accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 2 --num_generations 8 \\
+    --generation_batch_size 64 --max_steps 100
+""", "rollout.rollout_batch_size=8 train.max_steps=12", {"num_processes": ""}),
+    **{f"the critic of OpenRLHF starts from {start}": ("openrlhf", "run.sh",
+     f"python3 -m openrlhf.cli.train_ppo_ray --pretrain m {more}\n",
+     f"model.critic_pretrain={critic}", None) for start, more, critic in (
+        ("the reward model", "--reward_pretrain r,s", "r"),
+        ("its sections' reward model", "--reward.model_name_or_path r --algo.advantage.estimator gae", "r"),
+        ("a model of its own", "--reward_pretrain r --critic_pretrain c", "c"),
+        ("the actor beside a URL", "--reward_pretrain r --remote_rm_url http://a:1", "null"),
+        ("nothing without gae", "--reward_pretrain r --advantage_estimator rloo", "null"))},
+    "a budget of tokens that holds no whole sample": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 data.max_prompt_length=1024 data.max_response_length=8192
+""", "rollout.generate_max_len=8192 rollout.prompt_max_len=1024 train.max_tokens_per_batch=0",
+     {"max_tokens_per_batch": "9216 or more"}),
+    "a budget of tokens of each rank that shares a sequence": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2
+""", "train.max_tokens_per_batch=8192 distributed.sp_size=2", {}),
+    **{f"the mean that OpenRLHF takes off, by {name}": ("openrlhf", "run.sh",
+     f"python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator reinforce --{name}\n",
+     "algorithm.advantages_norm=false", {name: "mean of the batch"})
+       for name in ("no_advantage_std_norm", "algo.advantage.no_std_norm")},
+    "whole numbers of TRL with a point": ("trl", "c.yaml",
+     "{num_generations: 8, num_train_epochs: 1.0, per_device_train_batch_size: 4.0, warmup_steps: 0.0}\n",
+     "train.num_episodes=1 train.micro_train_batch_size=4 train.lr_warmup_ratio=0", None),
+    "a value of TRL that is not understood": ("trl", "c.yaml", "{num_generations: 8, num_train_epochs: 0.5}\n",
+     "train.num_episodes=1", {"num_train_epochs": "0.5", "kind": "", "rollout_batch_size": ""}),
+    "a value of TRL that is computed": ("trl", "t.py", "GRPOTrainer('m', args=GRPOConfig(num_train_epochs=n))",
+     "train.num_episodes=1", {"num_train_epochs": "computed", "rollout_batch_size": ""}),
+    "betas of TRL": ("trl", "t.py", "GRPOTrainer('m', args=GRPOConfig(adam_beta2=0.99))",
+     "train.adam_betas=[0.9,0.99]", {"rollout_batch_size": ""}),
+    "a warm-up in steps of a run whose length is unknown": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10
+""", "train.lr_warmup_ratio=0.03", {"lr_warmup_ratio": "lr_warmup_steps there: 10"}),
+    "a KL loss of verl whose gradient averages 0": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_type=kl
+""", "algorithm.use_kl_loss=false algorithm.init_kl_coef=0.001", {"use_kl_loss": "--init_kl_coef 0"}),
+    "a KL loss of OpenRLHF without a weight": ("openrlhf", "run.sh", """
+python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --use_kl_loss --kl_estimator k3 --init_kl_coef 0
+""", "algorithm.use_kl_loss=false algorithm.init_kl_coef=0", {"use_kl_loss": "needs a positive init_kl_coef"}),
+    **{f"what {system} moves to the host": (system, "c.yaml", f"algorithm: {{adv_estimator: grpo}}\n{text}\n",
+     "rollout.offload_trainer=true distributed.adam_offload=false", {}) for system, text in (
+        ("verl", "actor_rollout_ref: {actor: {fsdp_config: {param_offload: true, optimizer_offload: true}}}"),
+        ("easyr1", "worker: {actor: {offload: {offload_params: true, offload_optimizer: true}}}"))},
+    "a part of verl's training that stays on the device": ("verl", "c.yaml", """
+actor_rollout_ref: {actor: {fsdp_config: {param_offload: false, optimizer_offload: true}}}
+""", "rollout.offload_trainer=true", {"actor_rollout_ref.actor.fsdp_config.param_offload": "--offload_trainer"}),
+    **{f"the split that OpenRLHF evaluates, {more or 'unset'}": ("openrlhf", "run.sh",
+     f"python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --eval_dataset d {more}\n",
+     f"data.eval_split={split}", {}) for more, split in (("", "train"), ("--eval_split dev", "dev"))},
+    "no split to evaluate where OpenRLHF evaluates nothing": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo\n", "data.eval_split=test", {}),
+    "defaults of verl's newer supervised training": ("verl", "run.sh", """
+torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=d data.train_max_samples=9 trainer.seed=7
+""", "train.lr_scheduler=constant_with_warmup train.lr_warmup_ratio=0 train.adam_betas=[0.9,0.999] train.seed=7 "
+     "data.max_samples=9 train.actor_learning_rate=1e-3 train.train_batch_size=256 train.num_episodes=4",
+     {"nproc_per_node": ""}),
+    **{f"modules without LoRA in {name}": (system, "run.sh",
+     f"python3 -m verl.trainer.main algorithm.adv_estimator=grpo {rank} {name}='{value}'\n",
+     f"model.freeze_prefix='{frozen}'", told) for system, name, rank, value, frozen, told in (
+        ("verl", "actor_rollout_ref.model.exclude_modules", "actor_rollout_ref.model.lora_rank=8", ".*visual.*",
+         '"true"', {}),
+        ("easyr1", "worker.actor.model.lora.exclude_modules", "worker.actor.model.lora.rank=8", ".*visual.*",
+         '"true"', {}),
+        ("easyr1", "worker.actor.model.lora.exclude_modules", "worker.actor.model.lora.rank=0", ".*visual.*",
+         '""', {"worker.actor.model.lora.exclude_modules": "without a rank of LoRA"}),
+        ("verl", "actor_rollout_ref.model.exclude_modules", "actor_rollout_ref.model.lora_rank=9", ".*q_proj",
+         '""', {"actor_rollout_ref.model.exclude_modules": "--target_modules"}))},
+    "the entropy that TRL holds": ("trl", "t.py",
+     "GRPOTrainer('m', args=GRPOConfig(use_adaptive_entropy=True, entropy_coef_delta=0.01))",
+     "algorithm.entropy_target=0.2 algorithm.entropy_coef_step=0.01 algorithm.entropy_coef_max=1",
+     {"rollout_batch_size": ""}),
+    "an entropy that TRL does not hold": ("trl", "t.py", "GRPOTrainer('m', args=GRPOConfig(entropy_target=0.5))",
+     "algorithm.entropy_target=null", {"entropy_target": "use_adaptive_entropy", "rollout_batch_size": ""}),
+    "a length of everything without one of responses": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --data.max_len 4096\n",
+     "data.apply_chat_template=false", {"data.max_len": "what its prompt leaves of 4096"}),
 }  # fmt: skip
 
 
@@ -317,13 +415,31 @@ def test_file_of_another_system_becomes_the_settings_that_it_means(converted, ca
         held_value = OmegaConf.select(config, path)
         assert held_value == (float(value) if isinstance(held_value, float) else value), path
     if left_out is not None:
-        assert list(found.left_out) == list(left_out)
+        told = [name for name in found.left_out if name in left_out or name not in ("reward_fn", "prompt_data")]
+        assert told == list(left_out)
         assert all(word in found.left_out[key] for key, word in left_out.items())
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "said"),
+    [
+        ("verl", "python3 -m verl.trainer.main_ppo data.train_files=d", {"reward_fn": "default_compute_score"}),
+        ("verl", "python3 -m verl.trainer.main_ppo data.train_files=d custom_reward_function.path=r.py", {}),
+        ("verl", "python3 -m verl.trainer.fsdp_sft_trainer data.train_batch_size=64", {"prompt_data": "--prompt_data"}),
+        ("trl", "grpo.py --bf16", {"reward_fn": "--reward_fn path.py:function", "prompt_data": "built-in"}),
+        ("trl", "grpo.py --dataset_name d --reward_model_name_or_path r", {}),
+        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --prompt_data d --agent_func_path a.py", {}),
+    ],
+)
+def test_file_without_a_reward_or_data_is_said_to_have_none(converted, system, text, said):
+    told = converted(system, "run.sh", text + "\n").left_out
+    assert {"reward_fn", "prompt_data"} & told.keys() == said.keys()
+    assert all(word in told[name] for name, word in said.items())
 
 
 def test_template_of_easyr1_is_told_where_its_words_go(converted):
     for name, text in (("c.yaml", "data: {format_prompt: math.jinja}"), ("c.sh", "python main data.format_prompt=m")):
-        (told,) = converted("easyr1", name, text).left_out.values()
+        told = converted("easyr1", name, text).left_out["data.format_prompt"]
         assert "prompts of the data" in told and "--system_prompt TEXT" in told and "--data_format geometry3k" in told
 
 
@@ -337,7 +453,8 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_s
     assert '--prompt_data "$HOME/train.parquet"' in found.command
     config = settings(found)
     assert config.model.pretrain == "Qwen/Qwen2.5-VL-7B-Instruct" and config.rollout.rollout_batch_size == 512
-    assert config.algorithm.advantage_estimator == "group_norm" and list(found.left_out) == ["trainer.n_gpus_per_node"]
+    assert config.algorithm.advantage_estimator == "group_norm"
+    assert list(found.left_out) == ["trainer.n_gpus_per_node", "reward_fn"]
 
 
 def test_variables_with_defaults_comments_arithmetic_and_arrays_are_put_in(converted):

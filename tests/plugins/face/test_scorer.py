@@ -110,5 +110,5 @@ def test_no_face_found_is_masked_and_counted(embedder):
 
 
 def test_a_missing_embedder_is_an_error():
-    with pytest.raises(ConfigError, match="scorer face_similarity: the file"):
+    with pytest.raises(ConfigError, match="face_similarity: the file"):
         build_scorer("face_similarity", {"embedder": "/nowhere/face.onnx"})
