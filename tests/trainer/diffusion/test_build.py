@@ -6,7 +6,9 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.trainer.diffusion import build
 from lightrft_visual.trainer.diffusion.build import _trained_experts
 
 TWO = SimpleNamespace(
@@ -34,3 +36,17 @@ def test_networks_that_serve_no_trained_step_are_not_trained(sigmas, flags, trai
     flags = f"--pretrain m --prompt_data p.txt --sigmas {sigmas} {flags}".split()
     config = load_config(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET)
     assert _trained_experts(config, TWO) == set(trained.split())
+
+
+def test_users_files_are_loaded_once_the_rank_has_its_device(monkeypatch, tmp_path):
+    def started(config):
+        raise StopIteration
+
+    monkeypatch.setattr(build, "start_strategy", started)
+    (tmp_path / "mine.py").write_text("raise AssertionError")
+    function = f"{tmp_path}/mine.py:score"
+    for reward in (function, None):
+        config = DiffusionRunConfig(reward=RewardConfig(reward_fn=reward))
+        config.algorithm.diffusion_algorithm, config.algorithm.differentiable_reward = "reward_fl", function
+        with pytest.raises(StopIteration):
+            build.build_diffusion_trainer(config)
