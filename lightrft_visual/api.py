@@ -175,6 +175,9 @@ class _Trainer:
         self._result, self._measured = _result(trainer, history), history.evaluations
         del trainer
         gc.collect()  # models and engine refer to each other, and would keep the device's memory
+        from deepspeed.accelerator import get_accelerator  # loads torch, which `run` prepares
+
+        get_accelerator().empty_cache()  # other programs of the device may need it
         return self._result
 
     train = fit  # as TRL calls it

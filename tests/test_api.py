@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,29 @@ def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is
         with pytest.raises(ConfigError, match="this trainer is closed"):
             work()
     other.close()
+
+
+@pytest.mark.plugin("embedded")
+def test_fit_gives_memory_of_the_device_back_once_the_trainer_is_gone(monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    from lightrft_visual import launch
+
+    class Trained:
+        pass
+
+    def run(config, callbacks):
+        made.append(weakref.ref(trainer := Trained()))
+        trainer.itself = trainer
+        return trainer
+
+    made, emptied = [], []
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(api, "_result", lambda trainer, history: None)
+    monkeypatch.setattr(get_accelerator(), "empty_cache", lambda: emptied.append(made[0]()))
+    with GRPOTrainer(model="embedded", reward_funcs=score) as trainer:
+        trainer.fit()
+    assert emptied == [None]
 
 
 def test_a_trainer_that_is_refused_lets_go_of_what_it_was_given_and_another_keeps_the_same():

@@ -44,6 +44,7 @@ T = torch.Tensor
 logger = logging.getLogger(__name__)
 
 NAME = "lightrft_visual_segments"  # in transformers' table of attention functions
+LARGEST_HEAD = 256  # of FlashAttention and of PyTorch's varlen kernel
 _PROBE_TOLERANCE = 0.05  # of values in -1..1 at half precision; keys that are left out or let in change them by more
 
 
@@ -213,7 +214,7 @@ def _attend(query: T, key: T, value: T, segments: Segments, given: dict[str, Any
     window, scale, dropout = given.get("sliding_window"), given.get("scaling"), given.get("dropout", 0.0)
     if window is not None and window >= max(segments.key_lengths):
         window = None
-    if not dropout and takes_varlen(query):
+    if not dropout and takes_varlen(query, value):
         return _varlen(query, key, value, segments, scale, window)
     return _by_batches(query, key, value, segments, scale, dropout, window)
 
@@ -304,9 +305,11 @@ def _kernel(
     return varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=window, **settings).unsqueeze(0)
 
 
-def takes_varlen(query: T) -> bool:
-    """Whether a varlen kernel of the device takes queries of this precision and size of heads."""
-    return query.shape[-1] % 8 == 0 and has_varlen_kernel(query.device.type, query.dtype)
+def takes_varlen(query: T, value: T) -> bool:
+    """Whether a varlen kernel of the device takes queries and values of this precision and these sizes of heads."""
+    size = query.shape[-1]
+    fitting = size % 8 == 0 and size <= LARGEST_HEAD and value.shape[-1] == size
+    return fitting and has_varlen_kernel(query.device.type, query.dtype)
 
 
 @cache
@@ -375,7 +378,7 @@ def _window_attention(
     cu_seq_lens_q: (parts + 1) 0 and the end of each part; a token attends to all of its own part. max_length_q: the
     tokens of the longest part.
     """
-    if not dropout and takes_varlen(query):
+    if not dropout and takes_varlen(query, value):
         return attend_to_all(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     plan = _known.get(cu_seq_lens_q)
     if plan is None:

@@ -35,7 +35,6 @@ def linear_log_probs(
     banned_ids: T | None = None,
     bias: T | None = None,
     soft_cap: float | None = None,
-    chunk_size: int | None = None,
     with_entropy: bool = True,
 ) -> tuple[T, T | None]:
     """Log-probs of `targets` and entropies under softmax((hidden @ weight.T + bias) / temperature).
@@ -50,7 +49,6 @@ def linear_log_probs(
             it with `torch.where`, never by a product.
         bias: (V) or None.
         soft_cap: c where logits x become c tanh(x / c), before the temperature, as in Gemma; None leaves them.
-        chunk_size: rows at a time; default: see `chunk_length`.
         with_entropy: False skips the entropy.
 
     Returns:
@@ -58,7 +56,7 @@ def linear_log_probs(
         bias, where those want them. Computed in float32 from any input dtype.
 
     Raises:
-        ValueError: shapes that do not belong together, or a chunk_size or temperature that is not positive.
+        ValueError: shapes that do not belong together, or a temperature that is not positive.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
@@ -68,9 +66,7 @@ def linear_log_probs(
         raise ValueError(f"temperature {tuple(temperature.shape)} must be a number or have one for each row")
     if not isinstance(temperature, T) and temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
-    if chunk_size is not None and chunk_size <= 0:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be positive")
-    chunk = chunk_size or chunk_length(weight.shape[0], hidden.device)
+    chunk = chunk_length(weight.shape[0], hidden.device)
     scale = _position_temperature(temperature, hidden).reciprocal()
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy

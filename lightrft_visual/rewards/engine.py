@@ -22,7 +22,7 @@ from ..experience.rollouts import ENVIRONMENT, Rollout
 from ..experience.types import Samples
 from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
 from ..runtime.usercode.calls import ended_by_sigterm, who_asked
-from ..runtime.usercode.loading import callable_name
+from ..runtime.usercode.loading import callable_name, each_file_once
 from .batch import (
     NAN,
     Call,
@@ -159,6 +159,7 @@ class RewardComputationEngine:
         self.uses_device = any(getattr(source, "uses_device", False) for source in (*self._all, self.aggregator))
 
     @classmethod
+    @each_file_once()
     def from_config(
         cls,
         config: RewardConfig,

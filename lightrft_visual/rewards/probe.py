@@ -1,8 +1,8 @@
 """Ask each reward once, with a sample of the data, before any model loads: what cannot work is said at the start of a
 run, with what was asked and what was answered.
 
-Users' functions are called in a copy of their file that is loaded for this; servers are asked all at once. Models,
-built-in scorers and actors of Ray are not asked: their files and settings are checked elsewhere.
+Users' functions are called in a copy of their file that is loaded for this, and goes afterwards; servers are asked all
+at once. Models, built-in scorers and actors of Ray are not asked: their files and settings are checked elsewhere.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from ..runtime import collectives
 from ..runtime.masking import shown_url
 from ..runtime.start_up import log_stage
 from ..runtime.usercode.calls import masked
+from ..runtime.usercode.loading import on_trial
 from ..runtime.usercode.surroundings import is_users
 from .batch import Call, Job, PendingSource, RewardBatch, Scores, pick_output
 from .engine import RewardComputationEngine, model_device
@@ -135,7 +136,8 @@ def probed(
         log_stage("asking each reward once")
         try:
             known = getattr(data, "columns", ()) if columns is None else columns
-            found = _Probe(config, data, batch_of, frozenset(known)).run()
+            with on_trial():
+                found = _Probe(config, data, batch_of, frozenset(known)).run()
         except LightRFTVisualError as error:
             found = error
     collectives.meet()  # a first call may load a model, and a broadcast has a time limit

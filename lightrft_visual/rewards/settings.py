@@ -8,7 +8,7 @@ from ..config.shared import RewardConfig
 from ..errors import ConfigError
 from ..runtime import collectives
 from ..runtime.usercode.calls import LoadedFunction
-from ..runtime.usercode.loading import callable_name, load_reward_fn
+from ..runtime.usercode.loading import callable_name, load_reward_fn, on_trial
 from .local.callables import REFERENCES, Signature, check_inputs
 from .local.forms import check_form
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, load_recipe, parse_recipe, recipe_of
@@ -111,6 +111,7 @@ def scored_labels(config: RewardConfig) -> frozenset[str] | None:
     return None if recipe is None or ANY_LABEL in recipe.entries else frozenset(recipe.entries)
 
 
+@on_trial()
 def check_reward_config(config: RewardConfig) -> None:
     """Raise ConfigError for a missing file or function, a bad URL, an unknown rule or model name, or a token
     variable that is not set. Loads no model and opens no connection."""
@@ -131,6 +132,7 @@ def _check_parts(
     return list(catalogue.sources)
 
 
+@on_trial()
 def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
     """Raise ConfigError where no row of a data set has a reference, and a training sample would reach a scorer that
     compares with one, or a held-out sample only such ones. Functions that ask for one are named. Loads no model.

@@ -25,6 +25,7 @@ from .safe_loading import SafeCheckpointEngine
 from .seeding import choose_deterministic, rate_schedule, seed_everything
 from .sequence import SequenceGroup
 from .train_engine import TrainEngine
+from .usercode.surroundings import device_here
 from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,8 @@ class DeepspeedStrategy:
         """
         if presence.ranks_started() == 1:
             given = os.environ if os.environ.get("RANK") else {}
-            os.environ.update({name: given.get(name) or value for name, value in ALONE.items()})
+            alone = ALONE | {"LOCAL_RANK": str(device_here() or 0)}  # which a program may have chosen
+            os.environ.update({name: given.get(name) or value for name, value in alone.items()})
         if self.config.deterministic:
             choose_deterministic()
         if self.config.local_rank >= 0:  # the launcher's argument; it sets the variable too

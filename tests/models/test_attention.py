@@ -114,6 +114,16 @@ def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, old
     torch.testing.assert_close(ours, dense(*qkv, window, 0.3, continues), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("size", "of_values", "taken"), [(192, 128, False), (264, 264, False), (256, 256, True)])
+def test_heads_that_the_kernel_of_accelerators_takes_not_are_attended_otherwise(monkeypatch, size, of_values, taken):
+    asked = []
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda kind, dtype: True)
+    monkeypatch.setattr(attention, "_varlen", lambda *given: asked.append(given))
+    query, value = torch.zeros(1, 2, 3, size), torch.zeros(1, 2, 3, of_values)
+    made, _ = segment_attention(None, query, query, value, None, Segments([2, 1], query.device))
+    assert [made is None, len(asked)] == [taken, taken] and (taken or made.shape == (1, 3, 2, of_values))
+
+
 @pytest.mark.parametrize("continues", [ALONE, CONTINUED, "windows of a tower"])
 def test_pytorchs_own_kernel_takes_the_call_on_cuda(continues):
     """Shapes, types and names alone: tensors that say they are on a GPU and hold nothing."""

@@ -1,6 +1,7 @@
 """Chunked log-probs and entropy: closed forms, equality with the plain form, gradients, and what is kept in memory."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from watched import Operations
 
+from lightrft_visual.models import logprobs
 from lightrft_visual.models.logprobs import LogProbLinear, linear_log_probs
 
 
@@ -102,7 +104,8 @@ class TestGradients:
             temperature = torch.linspace(0.5, 2.0, rows)
         options = {"temperature": temperature, "banned_ids": None if banned is None else torch.tensor(banned)}
         options["soft_cap"] = soft_cap
-        chunked = values_and_gradients(linear_log_probs, inputs, targets, chunk_size=chunk, **options)
+        with patch.object(logprobs, "CHUNK_ELEMENTS", chunk * vocab):
+            chunked = values_and_gradients(linear_log_probs, inputs, targets, **options)
         plain = values_and_gradients(plain_log_probs, inputs, targets, **options)
         for got, expected in zip(chunked, plain):
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -123,9 +126,10 @@ class TestGradients:
         assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
         assert hidden.grad[1].abs().sum() == 0 and weight.grad[3].abs().sum() == 0
 
-    def test_bfloat16_inputs_are_computed_in_float32(self):
+    def test_bfloat16_inputs_are_computed_in_float32(self, monkeypatch):
         *inputs, targets = problem(rows=9, width=32, vocab=40, dtype=torch.bfloat16)
-        chunked = values_and_gradients(linear_log_probs, inputs, targets, chunk_size=4)
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4 * 40)
+        chunked = values_and_gradients(linear_log_probs, inputs, targets)
         plain = values_and_gradients(plain_log_probs, inputs, targets)
         assert chunked[0].dtype == torch.float32 and chunked[2].dtype == chunked[3].dtype == torch.bfloat16
         torch.testing.assert_close(chunked[0], plain[0], atol=1e-5, rtol=1e-5)
@@ -140,10 +144,11 @@ class TestGradients:
 
 
 class TestMemory:
-    def test_no_tensor_of_rows_times_vocabulary(self):
+    def test_no_tensor_of_rows_times_vocabulary(self, monkeypatch):
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 8 * 100)
         *inputs, targets = problem(rows=64, width=4, vocab=100)
         with Operations() as chunked:
-            values_and_gradients(linear_log_probs, inputs, targets, chunk_size=8)
+            values_and_gradients(linear_log_probs, inputs, targets)
         with Operations() as plain:
             values_and_gradients(plain_log_probs, inputs, targets)
         assert plain.largest == 64 * 100
@@ -191,7 +196,6 @@ class TestLogProbLinear:
         ({"weight": torch.zeros(17, 5)}, "weight"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": torch.ones(3)}, "temperature"),
-        ({"chunk_size": 0}, "chunk_size"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):

@@ -1,6 +1,7 @@
 """What is wrong with a reward is said when it is asked with one sample, before anything loads."""
 
 import random
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from lightrft_visual.rewards.batch import batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rewards.probe import plausible_media, probed
 from lightrft_visual.rewards.remote.wire import wires_of
+from lightrft_visual.rewards.settings import check_reward_config
 
 FUNCTIONS = {
     "wrong_length": ("return [1.0, 2.0]", "returned 2 scores for 1 samples"),
@@ -100,6 +102,24 @@ def test_good_function_keeps_its_state_and_the_runs_seeds(functions):
     assert probed(config, DATA, batch_of) == config and random.getstate() == before
     rewards = RewardComputationEngine.from_config(config)
     assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [1.0]
+
+
+def test_functions_of_a_file_share_one_execution_whose_trials_are_gone_before_the_run_loads_it_anew(
+    tmp_path, monkeypatch
+):
+    """A model that the file makes would else lie on the device twice, for the whole run."""
+    monkeypatch.setattr(sys, "held", [], raising=False)
+    path, text = tmp_path / "mine.py", "import sys, weakref\nclass Model: pass\nmodel = Model()\n"
+    text += "sys.held.append(weakref.ref(model))\ndef one(prompts):\n    return [1.0]\n"
+    path.write_text(f"{text}def two(prompts):\n    return [1.0]\n")
+    config = RewardConfig(reward_fn=f"{path}:one,{path}:two")
+    check_reward_config(config)
+    assert probed(config, DATA, batch_of) == config
+    assert [each() for each in sys.held] == [None, None]
+    run = RewardComputationEngine.from_config(config)
+    assert len(sys.held) == 3 and sys.held[2]() is not None and run.score(batch_of(0), 1).score.tolist() == [2.0]
+    path.write_text(f"{text}def two(prompts):\n    return [40.0]\n")
+    assert RewardComputationEngine.from_config(config).score(batch_of(0), 1).score.tolist() == [41.0]
 
 
 def test_probe_that_is_off_or_has_nothing_to_ask_with_asks_nothing(functions):

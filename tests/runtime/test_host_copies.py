@@ -26,6 +26,16 @@ def test_the_host_knows_what_it_moved_until_the_device_lets_it_go_and_nothing_el
         on_host(torch.arange(3, device="meta"))
 
 
+@pytest.mark.parametrize("of", [lambda moved: moved, lambda moved: moved.view_as(moved)], ids=["itself", "a view"])
+def test_the_host_does_not_know_what_was_changed_on_the_device(of):
+    moved = to_device(torch.arange(5), "meta")
+    other = to_device(torch.arange(5), "meta")
+    of(moved).add_(1)
+    assert known_on_host(moved) is None and known_on_host(other) is not None
+    with torch.inference_mode():
+        assert known_on_host(to_device(torch.arange(5), "meta")).tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_small_copy_to_the_device_does_not_wait_for_it():
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -42,7 +52,8 @@ def test_a_small_copy_to_the_device_does_not_wait_for_it():
 def test_pixels_go_to_the_device_by_page_locked_memory(monkeypatch, size, by_pinned):
     """From other memory CUDA lets the host wait for what is before the copy."""
     asked, pixels = [], torch.empty(size, dtype=torch.uint8)
-    monkeypatch.setattr(host_copies, "pinned", lambda tensor: asked.append(tensor) or tensor)
+    monkeypatch.setattr(host_copies, "pins", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
     assert on_host(to_device(pixels, "meta")) is pixels and to_device(pixels, "cpu") is pixels
     assert [each is pixels for each in asked] == [True] * by_pinned
 
@@ -59,9 +70,30 @@ def test_equal_media_of_a_joined_batch_are_found_without_its_device():
     assert first_occurrences(pixels_on_host(whole["image_grid_thw"]), whole["image_grid_thw"]) == [0, 1, 0, 0]
 
 
-def test_what_waits_on_the_host_takes_page_locked_memory_of_powers_of_two_and_comes_back_whole(monkeypatch):
-    weights, asked = torch.arange(1000, dtype=torch.float32), []
-    monkeypatch.setattr(host_copies, "pinned", lambda room: asked.append(room.nbytes) or room)
+@pytest.fixture
+def locked(monkeypatch):
+    """Bytes of each tensor that is made in page-locked memory; nothing is copied there."""
+    asked, empty = [], torch.empty
+
+    def made(*shape, pin_memory=False, **kind):
+        asked.extend([empty(*shape, **kind).nbytes] * pin_memory)
+        return empty(*shape, **kind)
+
+    monkeypatch.setattr(host_copies, "pins", lambda: True)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pytest.fail)
+    return asked
+
+
+def test_copies_to_the_host_go_to_page_locked_memory_that_is_made_for_them(locked):
+    """Contents of other memory are not copied there first."""
+    there = torch.empty(3, dtype=torch.float64, device="meta")
+    there.detach = lambda: torch.ones(3)  # of meta nothing can be copied
+    assert host_copies.HostCopies().of(there).tolist() == [1, 1, 1] and locked == [24]
+
+
+def test_what_waits_on_the_host_takes_page_locked_memory_of_powers_of_two_and_comes_back_whole(monkeypatch, locked):
+    weights = torch.arange(1000, dtype=torch.float32)
     monkeypatch.setattr(offload, "SMALL_PIECE", 64)
     stay = offload.OptimizerOffload()
     for _ in range(2):  # the second time in the memory of the first
@@ -69,4 +101,4 @@ def test_what_waits_on_the_host_takes_page_locked_memory_of_powers_of_two_and_co
         assert weights.untyped_storage().nbytes() == 0
         stay.come_back()
         assert torch.equal(weights, torch.arange(1000, dtype=torch.float32))
-    assert asked == [2048, 1024, 512, 256, 128, 32]
+    assert locked == [2048, 1024, 512, 256, 128, 32]

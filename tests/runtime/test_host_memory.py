@@ -45,6 +45,31 @@ def test_ranks_share_the_hosts_cores_whatever_the_accelerator_is(monkeypatch, ki
     assert chosen == [2]
 
 
+@pytest.mark.parametrize(
+    ("launched", "chosen", "taken"),
+    [({}, 3, 3), ({"LOCAL_RANK": "1"}, 3, 3), ({}, None, 0), (dict(RANK="0", LOCAL_RANK="1"), 3, 1)],
+)
+def test_a_run_of_one_rank_stays_on_the_device_that_the_program_has_chosen(monkeypatch, launched, chosen, taken):
+    class Joined(Exception):
+        pass
+
+    def joined(*arguments):
+        raise Joined
+
+    devices = []
+    accelerator = SimpleNamespace(device_name=lambda: "cuda", set_device=devices.append)
+    monkeypatch.setattr(deepspeed_strategy, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(deepspeed_strategy, "device_here", lambda: chosen)
+    monkeypatch.setattr(deepspeed_strategy, "join", joined)
+    for name in deepspeed_strategy.ALONE:
+        monkeypatch.setenv(name, "")
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Joined):
+        deepspeed_strategy.DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    assert devices == [taken] and os.environ["LOCAL_RANK"] == str(taken)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_ranks_on_the_cpu_start_without_collectives_over_shared_memory(monkeypatch, ranks):
     seen, ops = [], deepspeed_strategy.deepspeed.ops.__compatible_ops__

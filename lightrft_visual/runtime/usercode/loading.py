@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -18,6 +20,35 @@ from .calls import LoadedFunction, describe_error, masked
 from .surroundings import is_users, put_back
 
 MODULE_PREFIX = "_lightrft_reward_"  # of the modules that are made from files: no other process can import them
+_loaded: ContextVar[dict[str, Any] | None] = ContextVar("loaded", default=None)  # inside `each_file_once`, by name
+
+
+@contextlib.contextmanager
+def each_file_once() -> Iterator[dict[str, Any]]:
+    """Inside, a file is executed once, however many of its functions are named, and afterwards anew. Gives the modules
+    by name."""
+    outer = _loaded.get()
+    modules: dict[str, Any] = {} if outer is None else outer
+    token = _loaded.set(modules)
+    try:
+        yield modules
+    finally:
+        _loaded.reset(token)
+
+
+@contextlib.contextmanager
+def on_trial() -> Iterator[None]:
+    """Inside likewise, for code that is only tried. Afterwards its modules go, and what they hold on a device, before
+    `importing` hides them from the garbage collector."""
+    with each_file_once() as modules:
+        try:
+            yield
+        finally:
+            for name in modules:
+                sys.modules.pop(name, None)
+    if modules:
+        modules.clear()
+        gc.collect()  # a module and its functions refer to each other
 
 
 def load_reward_fn(spec: str, what: str = "reward") -> LoadedFunction | Callable[..., Any]:
@@ -50,6 +81,9 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
     if path.suffix != ".py":
         raise ConfigError(f"{what} {path_text} is not a Python file (.py)")
     module_name = f"{MODULE_PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    modules = _loaded.get()
+    if modules is not None and module_name in modules:
+        return modules[module_name]
     specification = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(specification)
     sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
@@ -62,6 +96,8 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
         del sys.modules[module_name]
         told = masked(describe_error(error)).removeprefix("raised ")
         raise ConfigError(f"{what} {path_text} fails on import: {told}") from error
+    if modules is not None:
+        modules[module_name] = module
     return module
 
 

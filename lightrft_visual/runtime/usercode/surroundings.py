@@ -189,16 +189,16 @@ def _random_states() -> Watch:
 
 def _device() -> Watch:
     """The accelerator that this thread computes on, whose random state is put back after it."""
-    before = _device_here()
+    before = device_here()
     yield None
-    changed = before is not None and _device_here() != before
+    changed = before is not None and device_here() != before
     if changed:
         sys.modules["torch"].accelerator.set_device_index(before)
     yield "changes torch's accelerator" if changed else None
 
 
-def _device_here() -> int | None:
-    """Its number; None where none is at work in this process."""
+def device_here() -> int | None:
+    """The number of this thread's accelerator; None where none is at work in this process."""
     torch: Any = sys.modules.get("torch")
     device = torch and torch.get_device_module()
     if not (hasattr(device, "get_rng_state") and device.is_initialized()):
@@ -208,7 +208,7 @@ def _device_here() -> int | None:
 
 def on_device_of_caller(function: Callable[[], Any]) -> Callable[[], Any]:
     """A function for another thread, which by itself would begin on the host's first accelerator on every rank."""
-    index = _device_here()
+    index = device_here()
 
     def run() -> Any:
         if index is not None:
@@ -240,7 +240,9 @@ def put_random_states(states: Mapping[str, Any]) -> None:
     if "torch" in states:
         sys.modules["torch"].set_rng_state(states["torch"])
     if "accelerator" in states:
-        sys.modules["torch"].get_device_module().set_rng_state(states["accelerator"])
+        device = sys.modules["torch"].get_device_module()
+        if hasattr(device, "set_rng_state"):  # the states may be of a run on another kind of device
+            device.set_rng_state(states["accelerator"])
 
 
 def rng_state() -> dict[str, Any]:

@@ -62,9 +62,9 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     if config.distributed.split:
         registry.services.load("drawing_placement").check_remote(config)
     config = with_reward(config)
+    strategy = start_strategy(config)  # before users' files are loaded, which may take the rank's device
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
-    strategy = start_strategy(config)
     say_idle(config)
     _check_ranks(config)
     with folders_held(config.output) as locks:

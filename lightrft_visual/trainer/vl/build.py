@@ -65,9 +65,9 @@ def build_parts(config: RunConfig) -> VLParts:
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
     config = with_environment_reward(with_reward(config))
+    strategy = start_strategy(config)  # before users' files are loaded, which may take the rank's device
     check_reward_config(config.reward)
     check_judges(config)
-    strategy = start_strategy(config)
     _check_ranks(config)
     with folders_held(config.output) as locks:
         return _build_parts(config, strategy, locks)

@@ -280,3 +280,10 @@ def test_file_that_is_imported_keeps_its_environment_and_path_and_not_its_seeds(
     load_module(str(path))
     assert random.getstate() == before
     assert os.environ.pop("MINE_ALONE") == "1" and "/of/the/file" in sys.path
+
+
+def test_states_of_a_run_on_a_card_are_put_back_on_the_cpu_as_far_as_it_has_them():
+    before = surroundings.random_states()
+    random.random()
+    surroundings.put_random_states(before | {"accelerator": torch.zeros(16, dtype=torch.uint8)})
+    assert random.getstate() == before["python"]

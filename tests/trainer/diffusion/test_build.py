@@ -55,3 +55,17 @@ def test_gold_gets_the_devices_that_rewards_have(monkeypatch):
     placed = ResourcesConfig(reward_devices=[3])
     _gold(RewardConfig(), None, [], None, None, placed)
     assert told == [placed]
+
+
+def test_users_files_are_loaded_once_the_rank_has_its_device(monkeypatch, tmp_path):
+    def started(config):
+        raise StopIteration
+
+    monkeypatch.setattr(build, "start_strategy", started)
+    (tmp_path / "mine.py").write_text("raise AssertionError")
+    function = f"{tmp_path}/mine.py:score"
+    for reward in (function, None):
+        config = DiffusionRunConfig(reward=RewardConfig(reward_fn=reward))
+        config.algorithm.diffusion_algorithm, config.algorithm.differentiable_reward = "reward_fl", function
+        with pytest.raises(StopIteration):
+            build.build_diffusion_trainer(config)

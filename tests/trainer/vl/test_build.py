@@ -32,6 +32,7 @@ from lightrft_visual.trainer.vl.build import (
     _loss_parts,
     _resolve_sharing,
     _teacher,
+    build_parts,
     load_actor,
     open_model,
 )
@@ -406,3 +407,13 @@ def test_an_evaluation_makes_records_for_files_where_these_are_asked_for(monkeyp
     config.output.save_trajectories, config.output.num_trajectories_to_save = saved, 5
     monkeypatch.setattr(build, "prompt_batch", lambda *given: text_prompts())
     assert build._evaluation(config, None, [], None, None).records_to_keep == kept
+
+
+def test_a_users_file_is_loaded_once_the_rank_has_its_device(monkeypatch, tmp_path):
+    def started(config):
+        raise StopIteration
+
+    monkeypatch.setattr(build, "start_strategy", started)
+    (tmp_path / "mine.py").write_text("raise AssertionError")
+    with pytest.raises(StopIteration):
+        build_parts(RunConfig(reward=RewardConfig(reward_fn=f"{tmp_path}/mine.py:score")))
