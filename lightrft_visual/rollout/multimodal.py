@@ -5,7 +5,6 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-import torch
 from easydict import EasyDict
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -19,9 +18,8 @@ from ..errors import ConfigError, DataError
 from ..experience.rollouts import PromptBatch, PromptFeatures, check_column, check_texts
 from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
-from ..runtime.host_memory import give_back_freed_memory
+from ..runtime.host_memory import give_back_freed_memory, in_buckets
 
-T = torch.Tensor
 _COLUMNS = {
     "all_images_pixel_values": "pixel_values",
     "all_videos_pixel_values": "pixel_values_videos",
@@ -182,7 +180,7 @@ class MultimodalDataProcessor:
         plain = list(self.tokenizer(text, **special)["input_ids"])
         if not loaded and not clips:
             return plain, plain, [], [], VisionTensors()
-        output = self._call([text], [loaded], [clips], range(1), **special)
+        output = self._call([text], [loaded], [clips], [0], **special)
         (vision,) = self.family.read(output, [len(loaded)], [len(clips)])
         return list(output["input_ids"][0]), plain, loaded, clips, vision
 
@@ -236,34 +234,34 @@ class MultimodalDataProcessor:
         if self.processor is None:
             return prompt_ids(prompts, self.tokenizer, rendered), [VisionTensors() for _ in prompts]
         alike = len({bool(special_tokens(each, self.tokenizer)) for each in prompts}) == 1
-        most = _PIXELS_AT_ONCE if self.family.together and alike else 0
+        most = _PIXELS_AT_ONCE if self.family.together and alike else -1
         token_ids: list[list[int]] = []
         vision: list[VisionTensors] = []
         made = 0
-        for part in _neighbours([_pixels(*media) for media in zip(images, videos)], most):
+        for part in in_buckets(range(len(prompts)), most, lambda i: _pixels(images[i], videos[i])):
             output = self._call(prompts, images, videos, part)
             token_ids += map(list, output["input_ids"])
             vision += self.family.read(output, [len(images[i]) for i in part], [len(videos[i]) for i in part])
             del output
-            made += sum(each.nbytes() for each in vision[part.start :])
+            made += sum(each.nbytes() for each in vision[part[0] :])
             if give_back_freed_memory(made):  # the processor frees more than it leaves
                 made = 0
         return token_ids, vision
 
     def _call(
-        self, prompts: list[str], images: list[list], videos: list[list], part: range, **extra: Any
+        self, prompts: list[str], images: list[list], videos: list[list], part: Sequence[int], **extra: Any
     ) -> Mapping[str, Any]:
         media = [item for i in part for item in images[i]], [item for i in part for item in videos[i]]
         try:
             with self._turn:
-                arguments = self.family.media_arguments(*media) | special_tokens(prompts[part.start], self.tokenizer)
+                arguments = self.family.media_arguments(*media) | special_tokens(prompts[part[0]], self.tokenizer)
                 output = self.processor(text=[prompts[i] for i in part], **(arguments | extra))
         except Exception as error:  # processors raise every kind of exception; which prompt is it?
             if len(part) == 1:
                 sizes = [describe_source(image) for image in images[part[0]]]
                 raise DataError(f"prompt {part[0]}: the processor refuses it (images {sizes}): {error}") from error
             for index in part:
-                self._call(prompts, images, videos, range(index, index + 1))
+                self._call(prompts, images, videos, [index])
             raise
         unknown = sorted(set(output) - _CARRIED - {*self.family.tensors})
         if unknown:
@@ -286,19 +284,6 @@ def _pixels(images: list[Image], videos: list[Video]) -> int:
     return sum(image.width * image.height for image in images) + sum(
         video.frames.shape[0] * video.frames.shape[1] * video.frames.shape[2] for video in videos
     )
-
-
-def _neighbours(sizes: Sequence[int], most: int) -> list[range]:
-    """Neighbours of together at most `most`, or one that is larger; with 0 each by itself."""
-    parts: list[range] = []
-    total = 0
-    for index, size in enumerate(sizes):
-        total += size
-        if not parts or total > most or not most:
-            parts.append(range(index, index))
-            total = size
-        parts[-1] = range(parts[-1].start, index + 1)
-    return parts
 
 
 def _per_prompt(column: Sequence[Any] | None, count: int, name: str) -> list[Any]:

@@ -59,7 +59,7 @@ class ParityGate:
     device: torch.device
     tolerance: float
     averages: bool = False
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)  # of the run: its guidance
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)  # of the run: its temperature and guidance
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, **parts: Any) -> ParityGate:
@@ -71,14 +71,14 @@ class ParityGate:
         parts |= {"sampling": SamplingSettings.from_config(rollout), "pad_id": checkpoint.tokenizer.pad_token_id}
         return cls(vision=checkpoint.vision, tolerance=tolerance, averages=bf16 or moe or rollout.coarse, **parts)
 
-    def check(self, batch: PromptBatch, temperature: float = 1.0) -> float:
+    def check(self, batch: PromptBatch) -> float:
         """The difference, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""
-        largest = self._largest(batch, temperature)
+        largest = self._largest(batch)
         if largest <= self.tolerance:
             return largest
         raise RolloutError(
             f"parity gate: engine and trainer differ by {largest:.3g} in a token's log-prob "
-            f"(tolerance {self.tolerance:.3g}). Likely cause: {self._diagnose(batch, temperature)}"
+            f"(tolerance {self.tolerance:.3g}). Likely cause: {self._diagnose(batch)}"
         )
 
     def difference(self, ours: T, theirs: T, mask: T) -> float:
@@ -91,15 +91,12 @@ class ParityGate:
         """
         return log_prob_difference(ours, theirs, mask, mean=self.averages)
 
-    def check_rollouts(
-        self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0, where: str = ""
-    ) -> None:
+    def check_rollouts(self, difference: float, probe: PromptBatch | None = None, where: str = "") -> None:
         """The same check on a whole rollout.
 
         Args:
             difference: as `difference` gives it, of all ranks.
             probe: prompts of it, to find the cause with; None: no cause is named.
-            temperature: that it was sampled at.
             where: the token that differs most, if one is known, in words.
         """
         if difference <= self.tolerance:
@@ -109,26 +106,26 @@ class ParityGate:
             f"the trainer's log-probs of this rollout differ from the engine's by {by} "
             f"(tolerance {self.tolerance:.3g}){where}: what was sampled is not what would be trained"
         )
-        raise RolloutError(text if probe is None else f"{text}. Likely cause: {self._cause(probe, temperature)}")
+        raise RolloutError(text if probe is None else f"{text}. Likely cause: {self._cause(probe)}")
 
-    def _cause(self, probe: PromptBatch, temperature: float) -> str:
+    def _cause(self, probe: PromptBatch) -> str:
         """What a probe says of a rollout's difference. The engine may sleep, and the trainer hold gradients."""
         try:
             self.engine.wake()
             if self.engine.lacks_weights:
                 self.reload()
-                fresh = self._largest(probe, temperature) <= self.tolerance
-                return STALE if fresh else self._diagnose(probe, temperature)
-            if self._largest(probe, temperature) <= self.tolerance:
+                fresh = self._largest(probe) <= self.tolerance
+                return STALE if fresh else self._diagnose(probe)
+            if self._largest(probe) <= self.tolerance:
                 return "numeric, not the engine's weights or caches (a probe of the same prompts agrees)"
-            return self._diagnose(probe, temperature)
+            return self._diagnose(probe)
         except NonFiniteError:
             raise
         except Exception as error:  # such as no memory for the engine beside gradients; the finding must be said
             logger.warning("the cause of the difference could not be looked for", exc_info=error)
             return f"unknown, the search failed with {type(error).__name__}: {error}"
 
-    def check_reference(self, reference: Score, batch: PromptBatch, temperature: float = 1.0) -> None:
+    def check_reference(self, reference: Score, batch: PromptBatch) -> None:
         """Before the first step the reference is the policy; raises RolloutError where they score tokens differently.
 
         A collective.
@@ -136,9 +133,8 @@ class ParityGate:
         Args:
             reference: a function of (inputs, rule) to its (B, A) log-probs.
             batch: prompts to sample from.
-            temperature: of the sampling.
         """
-        rollouts, settings = self._probe(batch, temperature)
+        rollouts, settings = self._probe(batch)
         own = 0.0
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
@@ -152,8 +148,8 @@ class ParityGate:
                 "or weights or buffers of another precision"
             )
 
-    def _largest(self, batch: PromptBatch, temperature: float) -> float:
-        rollouts, settings = self._probe(batch, temperature)
+    def _largest(self, batch: PromptBatch) -> float:
+        rollouts, settings = self._probe(batch)
         own, broken = 0.0, False
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
@@ -165,9 +161,9 @@ class ParityGate:
             raise diverged("the trainer's own log-probs")
         return difference
 
-    def _probe(self, batch: PromptBatch, temperature: float) -> tuple[list[Rollout], SamplingSettings]:
-        own = {"guidance_scale": self.sampling.guidance_scale, "guidance_log_probs": self.sampling.guidance_log_probs}
-        settings = SamplingSettings(n=1, temperature=temperature, max_new_tokens=PROBE_TOKENS, **own)
+    def _probe(self, batch: PromptBatch) -> tuple[list[Rollout], SamplingSettings]:
+        own = {name: getattr(self.sampling, name) for name in ("temperature", "guidance_scale", "guidance_log_probs")}
+        settings = SamplingSettings(n=1, max_new_tokens=PROBE_TOKENS, **own)
         requests = self.stage.requests(batch, "parity")
         return RolloutStage.draw(self.stage, requests, settings), settings  # single responses, not a stage's episodes
 
@@ -176,20 +172,20 @@ class ParityGate:
         samples = collate(rollouts, self.pad_id, self.vision)
         return score(ModelInputs.of(samples).to(self.device), settings.scoring).cpu(), samples
 
-    def _diagnose(self, batch: PromptBatch, temperature: float) -> str:
+    def _diagnose(self, batch: PromptBatch) -> str:
         """Undo one possible cause after the other, until the difference is gone."""
         self.engine.reset_caches()
-        if self._largest(batch, temperature) <= self.tolerance:
+        if self._largest(batch) <= self.tolerance:
             return "stale cache (it vanishes when the engine's caches are reset)"
         self.reload()
-        if self._largest(batch, temperature) <= self.tolerance:
+        if self._largest(batch) <= self.tolerance:
             return "stale weight (it vanishes when all weights are loaded again)"
         plain = [i for i in range(len(batch)) if not batch.images[i] and not batch.videos[i]]
         # Generation and scoring are collectives: either every rank has text-only prompts to try, or none does.
         lacking = torch.tensor([float(not plain or len(plain) == len(batch))])
         if collectives.all_reduce_max(lacking).item():
             return "dtype (engine and trainer at different precision), or positions"
-        if self._largest(batch.select(plain), temperature) <= self.tolerance:
+        if self._largest(batch.select(plain)) <= self.tolerance:
             return "positions or image features (text-only prompts agree, prompts with images do not)"
         return "dtype (engine and trainer at different precision)"
 
@@ -205,7 +201,6 @@ class RolloutCheck:
 
     gate: ParityGate | None
     probe: PromptBatch | None
-    temperature: float
     # (4): largest difference of a token, total of all, tokens, those whose own score is not finite
     sums: T = field(default_factory=partial(torch.zeros, 4, dtype=torch.float64))
     # of each micro-batch that can tell of its tokens
@@ -265,7 +260,7 @@ class RolloutCheck:
             if self._largest:
                 _, position, told = max(self._largest, key=lambda each: each[0].item())
                 where = f", most in {told(int(position))} of this rank"
-            self.gate.check_rollouts(self.difference, self.probe, self.temperature, where)
+            self.gate.check_rollouts(self.difference, self.probe, where)
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T, mean: bool = False) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from ..errors import RolloutError
 from ..runtime.checkpoint.export import TRANSPOSED
 from ..runtime.checkpoint.manifest import is_adapted, plain_name
+from ..runtime.host_memory import in_buckets
 from ..runtime.train_engine import TrainEngine
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = torch.Tensor
-Item = TypeVar("Item")
 # Of weights that ZeRO-3 gathers at once. Each gathering ends with a wait for the device, so many small ones are slow.
 BUCKET_BYTES = 512 * 2**20
 # model -> {a weight's name: that in the files of its checkpoint}, of weights that are only renamed.
@@ -114,27 +114,6 @@ def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
             yield name, parameter.detach()
 
 
-def in_buckets(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Neighbours of together not too many bytes.
-
-    Args:
-        items: in order.
-        most: bytes of a bucket; one item that is larger has a bucket of its own.
-        bytes_of: of an item.
-    """
-    bucket: list[Item] = []
-    size = 0
-    for item in items:
-        own = bytes_of(item)
-        if bucket and size + own > most:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += own
-    if bucket:
-        yield bucket
-
-
 def _plain(model: nn.Module) -> Iterator[_Weight]:
     for name, parameter in model.named_parameters():
         yield _Weight(name, [parameter], partial(getattr, parameter, "data"))
@@ -186,7 +165,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, T]]:
 POST_BUCKET_BYTES = 64 * 2**20
 THREADS = min(4, len(os.sched_getaffinity(0)))  # of the host, while nothing else runs on it
 ALIGNED = 64  # bytes
-HEADER = ALIGNED  # bytes before a memory file's content: `Checks`
+HEADER = ALIGNED  # bytes before a memory file's content: `checksum_found`
 CHUNK_BYTES = 256 * 2**10  # written and hashed at once: what stays in a core's own cache in between
 
 
@@ -244,24 +223,10 @@ class Posted:
         return all(bucket.file is not None and reachable(bucket.file) for bucket in self.buckets)
 
 
-class Checks:
-    """What the processes of this host that map a memory file tell each other about its content, in its first bytes:
-    the checksum that one of them has found; 0 for none."""
-
-    def __init__(self, file: T) -> None:
-        self._word = file[:8].numpy().view(np.uint64)
-
-    def clear(self) -> None:
-        """Before other content is written."""
-        self._word[:] = 0
-
-    def passed(self, checksum: int) -> bool:
-        """Whether a process has found this checksum."""
-        return int(self._word[0]) == checksum
-
-    def note(self, checksum: int) -> None:
-        """Found by this process."""
-        self._word[0] = checksum
+def checksum_found(file: T) -> np.ndarray:
+    """(1) uint64, the first bytes of a memory file, by which the processes of this host that map it tell each other
+    about its content: the checksum that one of them has found; 0 for none."""
+    return file[:8].numpy().view(np.uint64)
 
 
 class MemoryFile:
@@ -274,7 +239,7 @@ class MemoryFile:
         os.ftruncate(self._descriptor, HEADER + self.size)
         self._map = mmap.mmap(self._descriptor, HEADER + self.size)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.content, self.checks = whole[HEADER:], Checks(whole)
+        self.content, self.found = whole[HEADER:], checksum_found(whole)
         weakref.finalize(self, os.close, self._descriptor)  # also when the process ends, before os is gone
 
     @property
@@ -321,7 +286,7 @@ class WeightPost:
     def _bucket(self, file: MemoryFile, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
         content, digest = file.content[:size].numpy(), xxhash.xxh3_64()
         ends = [*(start for _, _, start in tensors[1:]), size]
-        file.checks.clear()
+        file.found[0] = 0
         for (_, tensor, start), end in zip(tensors, ends):
             written = start + _written(tensor.detach(), file.content[start : start + tensor.nbytes], digest)
             digest.update(content[written:end])
@@ -378,7 +343,7 @@ class MappedFiles:
     def __init__(self) -> None:
         self._known: dict[str, tuple[FileAt, T]] = {}  # by path, which may come back with another file
 
-    def content(self, bucket: Bucket) -> tuple[T, Checks]:
+    def content(self, bucket: Bucket) -> tuple[T, np.ndarray]:
         """The bytes of a bucket, and what is known of them. Raises WeightsRefused where its file cannot be mapped."""
         file = bucket.file
         try:
@@ -386,7 +351,7 @@ class MappedFiles:
             if known != file:
                 whole = self._map(file)
                 self._known[file.path] = file, whole
-            return whole[HEADER : HEADER + bucket.bytes], Checks(whole)
+            return whole[HEADER : HEADER + bucket.bytes], checksum_found(whole)
         except (OSError, RuntimeError) as error:
             raise WeightsRefused(f"the trainer's memory {file.path} cannot be mapped: {error}") from error
 
@@ -410,13 +375,13 @@ def received(
     """
     known = files or MappedFiles()
 
-    def content(bucket: Bucket) -> tuple[T, Checks | None]:
+    def content(bucket: Bucket) -> tuple[T, np.ndarray | None]:
         near = bucket.file is not None and (bucket.stored is None or reachable(bucket.file))
         return known.content(bucket) if near else (torch.from_numpy(fetch(bucket.stored)), None)
 
     def check(index: int) -> None:
-        (own, checks), bucket = contents[index], posted.buckets[index]
-        if checks is not None and checks.passed(bucket.checksum):
+        (own, found), bucket = contents[index], posted.buckets[index]
+        if found is not None and int(found[0]) == bucket.checksum:
             return
         checksum = xxhash.xxh3_64_intdigest(own[: bucket.bytes].numpy())
         if checksum != bucket.checksum:
@@ -424,8 +389,8 @@ def received(
                 f"bucket {index} of weight version {posted.number} has the checksum {checksum:016x}, posted was "
                 f"{bucket.checksum:016x}: it was damaged on its way, and the worker keeps its weights"
             )
-        if checks is not None:
-            checks.note(checksum)
+        if found is not None:
+            found[0] = checksum
 
     with ThreadPoolExecutor(THREADS) as threads:
         contents = list(threads.map(content, posted.buckets))

@@ -1,10 +1,13 @@
-"""What a run needs of its host: thread settings, a free port, shared memory left tidy. Nothing here imports torch."""
+"""What a run needs of its host: thread settings, a free port, memory in bounds. Nothing here imports torch."""
 
 import ctypes
 import os
 import socket
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+Item = TypeVar("Item")
 SHARED_MEMORY = Path("/dev/shm")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of settings in glibc's malloc.h
 _MIB = 2**20
@@ -47,6 +50,27 @@ def give_back_freed_memory(freed: int) -> bool:
         return False
     trim(0)
     return True
+
+
+def in_buckets(items: Iterable[Item], most: int, size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Neighbours of together not too large a size, such as bytes.
+
+    Args:
+        items: in order.
+        most: of a bucket; one item that is larger has a bucket of its own. Below 0 each has.
+        size_of: an item.
+    """
+    bucket: list[Item] = []
+    size = 0
+    for item in items:
+        own = size_of(item)
+        if bucket and size + own > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += own
+    if bucket:
+        yield bucket
 
 
 def free_port() -> int:

@@ -91,7 +91,7 @@ def test_the_cause_of_a_rollouts_difference_is_looked_for(rig):
 
 def test_a_rollout_is_held_against_the_gate_as_a_whole(rig):
     ours, theirs, mask = torch.zeros(1, 2), torch.tensor([[1e-6, 2e-6]]), torch.ones(1, 2, dtype=torch.bool)
-    check = RolloutCheck(rig.gate(), None, 1.0)
+    check = RolloutCheck(rig.gate(), None)
     check.add(ours, theirs, mask)
     check.add(ours, None, mask)
     check.settle()
@@ -99,10 +99,10 @@ def test_a_rollout_is_held_against_the_gate_as_a_whole(rig):
     check.add(ours, theirs + 1, mask)
     with pytest.raises(RolloutError, match="up to 1"):
         check.settle()
-    silent = RolloutCheck(None, None, 1.0)
+    silent = RolloutCheck(None, None)
     silent.add(ours, theirs + 1, mask)
     silent.settle()
-    assert silent.largest == pytest.approx(1.0, abs=1e-5) and not RolloutCheck(None, None, 1.0).compared
+    assert silent.largest == pytest.approx(1.0, abs=1e-5) and not RolloutCheck(None, None).compared
 
 
 def test_a_mean_is_that_of_all_tokens_however_they_are_cut(rig):
@@ -112,7 +112,7 @@ def test_a_mean_is_that_of_all_tokens_however_they_are_cut(rig):
     ours, theirs = torch.zeros(8, 4), torch.zeros(8, 4)
     theirs[0, 0], mask = 0.4, torch.ones(8, 4, dtype=torch.bool)
     for rows in (1, 8):
-        check = RolloutCheck(gate, None, 1.0)
+        check = RolloutCheck(gate, None)
         for start in range(0, 8, rows):
             part = slice(start, start + rows)
             check.add(ours[part], theirs[part], mask[part])
@@ -121,7 +121,7 @@ def test_a_mean_is_that_of_all_tokens_however_they_are_cut(rig):
     check.add(ours, theirs + 0.1, mask)
     with pytest.raises(RolloutError, match="what was sampled is not what would be trained"):
         check.settle()
-    broken = RolloutCheck(gate, None, 1.0)
+    broken = RolloutCheck(gate, None)
     broken.add(ours, torch.full_like(theirs, math.nan), mask)
     with pytest.raises(RolloutError, match="by inf in the mean"):
         broken.settle()
@@ -155,7 +155,7 @@ def test_a_policy_that_has_diverged_is_said_to_have(rig):
 
 def test_rollouts_scored_by_a_policy_that_has_diverged_say_so(rig):
     ours, theirs, mask = torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[True, True, False]])
-    check = RolloutCheck(rig.gate(), None, 1.0)
+    check = RolloutCheck(rig.gate(), None)
     check.add(ours.clone().index_fill_(1, torch.tensor([2]), math.nan), theirs, mask)  # outside of the mask
     check.settle()
     check.add(ours * math.nan, theirs, mask)

@@ -16,7 +16,8 @@ from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...rollout.weight_sync import BUCKET_BYTES, in_buckets, take_over
+from ...rollout.weight_sync import BUCKET_BYTES, take_over
+from ...runtime.host_memory import in_buckets
 from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, Sampled, TrainedVelocity
 from .rollout.device_weights import check_transfer

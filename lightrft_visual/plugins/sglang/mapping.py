@@ -10,7 +10,8 @@ import torch
 
 from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
-from ...rollout.weight_sync import BUCKET_BYTES, in_buckets
+from ...rollout.weight_sync import BUCKET_BYTES
+from ...runtime.host_memory import in_buckets
 from ...runtime.seeding import derive_seed
 
 T = torch.Tensor

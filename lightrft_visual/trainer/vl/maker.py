@@ -128,7 +128,7 @@ class Agreement:
     def probe_now(self) -> None:
         """Sample and score the probe. Raises RolloutError with the likely cause. A collective."""
         if self.gate is not None and self.probe is not None:
-            self.difference = self.gate.check(self.probe, self.settings.temperature)
+            self.difference = self.gate.check(self.probe)
 
     def after_sync(self, step: int, evaluated: bool, full_distribution: bool) -> None:
         """A probe where no rollout follows that would show a difference, and every `parity_every` steps.
@@ -147,11 +147,11 @@ class Agreement:
     def check_reference(self, reference: Callable | None) -> None:
         """Before the first step the reference is the policy."""
         if self.gate is not None and self.probe is not None and reference is not None:
-            self.gate.check_reference(reference, self.probe, self.settings.temperature)
+            self.gate.check_reference(reference, self.probe)
 
     def of_rollouts(self) -> RolloutCheck:
         """To be fed with a step's scores, settled, and reported."""
-        return RolloutCheck(self.gate, self.probe, self.settings.temperature)
+        return RolloutCheck(self.gate, self.probe)
 
     def check(self, batches: Sequence[Experience], version: int, metrics: MetricsAccumulator) -> None:
         """Compare a step's batches, whose policy was scored already, and report it. A collective.

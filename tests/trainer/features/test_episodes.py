@@ -106,7 +106,7 @@ def test_the_gate_names_the_turn_and_the_token_that_differ():
     ours = batch.rollout_log_probs.clone()
     ours[0, 5] += 0.5
     gate = ParityGate(None, None, None, None, 0, False, torch.device("cpu"), tolerance=1e-4)
-    check = RolloutCheck(gate, None, 1.0)
+    check = RolloutCheck(gate, None)
     check.add(ours, batch.rollout_log_probs, batch.action_mask, token_names(batch, 6))
     with pytest.raises(RolloutError, match="most in sample 3, turn 2, token 6 of this rank"):
         check.settle()

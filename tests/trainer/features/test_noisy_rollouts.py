@@ -98,7 +98,7 @@ def test_only_generation_sees_the_noisy_image(data, streams):
 def test_the_engines_word_for_a_noisy_image_is_not_held_against_the_trainer():
     prompt = PromptFeatures("", [1], 0)
     rollouts = [Rollout(prompt, [2, 3], [-1.0, -1.0], "", False, k, distorted=k == 1) for k in range(2)]
-    batch, check = collate(rollouts, 0, vision=False), RolloutCheck(None, None, 1.0)
+    batch, check = collate(rollouts, 0, vision=False), RolloutCheck(None, None)
     ours = torch.tensor([[-1.0, -1.0], [-4.0, -4.0]])
     check.add(ours, batch.rollout_log_probs, comparable(batch, batch.action_mask))
     assert check.compared and check.largest == 0.0

@@ -511,7 +511,7 @@ def test_no_difference_is_told_where_no_token_was_compared(ahead):
 )
 def test_new_weights_are_probed_where_no_rollout_would_show_them(steps, ahead, evaluated, full, probed):
     found: list[int] = []
-    gate = SimpleNamespace(check=lambda probe, temperature: found.append(step) or 0.25)
+    gate = SimpleNamespace(check=lambda probe: found.append(step) or 0.25)
     agreement = Agreement(gate, RolloutConfig(), ahead)
     agreement.probe = object()
     for step in range(1, steps + 1):

@@ -71,7 +71,7 @@ def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed)
     actor, filled_in, config = PlainEngine(actor_of(checkpoint)), [], AlgorithmConfig()
     for ahead in (False, True):
         buffer = filled(checkpoint, 2, packed, rollout_log_probs=lambda mask: torch.full(mask.shape, -1.0))
-        batch, check = planned(buffer, config), RolloutCheck(None, None, 1.0)
+        batch, check = planned(buffer, config), RolloutCheck(None, None)
         if ahead:
             PolicyUpdate(actor, config, RULE).score(buffer, [batch], check)
         found = stepped(actor, buffer, batch, config, check=check)
@@ -128,7 +128,7 @@ def test_what_the_check_refuses_is_not_stepped_on(tmp_path, monkeypatch):
     checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
     actor, buffer = PlainEngine(actor_of(checkpoint)), filled(checkpoint, 4)
     with pytest.raises(RolloutError, match="refused"):
-        stepped(actor, buffer, planned(buffer, config), config, check=RolloutCheck(None, None, 1.0))
+        stepped(actor, buffer, planned(buffer, config), config, check=RolloutCheck(None, None))
     assert not actor.stepped
 
 
