@@ -341,10 +341,13 @@ class CsvSink(Sink):
         return text.getvalue()
 
 
-def step_of(record: Mapping[str, Any]) -> float:
-    """Of a record on disk; infinity, which is behind every step, where there is none."""
-    step = parse_step(record.get("step"))
-    return math.inf if step is None else step
+def cut_jsonl(path: Path, step: float = math.inf) -> list[dict[str, Any]]:
+    """Leave in a file of JSON lines, if it is there, the records up to a step. They are returned."""
+    own = ((record, parse_step(record.get("step"))) for record in read_jsonl(path))
+    records = [record for record, of in own if of is not None and of <= step]
+    if path.exists():
+        write_atomic(path, "".join(to_json(record) + "\n" for record in records))
+    return records
 
 
 class JsonlSink(Sink):
@@ -352,8 +355,7 @@ class JsonlSink(Sink):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._last_step: int | None = None
-        self._rewrite([record for record in read_jsonl(self.path) if parse_step(record.get("step")) is not None])
+        self.cut_back()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._last_step is not None and step <= self._last_step:
@@ -361,12 +363,8 @@ class JsonlSink(Sink):
         append_line(self.path, to_json({"step": step, **metrics}) + "\n")
         self._last_step = step
 
-    def cut_back(self, step: int) -> None:
-        self._rewrite([record for record in read_jsonl(self.path) if step_of(record) <= step])
-
-    def _rewrite(self, records: list[dict[str, Any]]) -> None:
-        if self.path.exists():
-            write_atomic(self.path, "".join(to_json(record) + "\n" for record in records))
+    def cut_back(self, step: float = math.inf) -> None:
+        records = cut_jsonl(self.path, step)
         self._last_step = parse_step(records[-1]["step"]) if records else None
 
 

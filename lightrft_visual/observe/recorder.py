@@ -23,7 +23,7 @@ from ..runtime.seeding import derive_seed
 from ..runtime.usercode.calls import what_happened
 from . import environment
 from .images import save_image, save_video
-from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name, step_of
+from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name, cut_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +177,7 @@ class RunRecorder:
             return
         self._tell([*self._sinks, *self._eval_sinks], "cut_back", step)
         for path in (self.folder / ALARMS, self.folder / GOLD, self.folder / EVALUATIONS):
-            if path.exists():
-                kept = [to_json(line) + "\n" for line in read_jsonl(path) if step_of(line) <= step]
-                write_atomic(path, "".join(kept))
+            cut_jsonl(path, step)
         for path in sorted(self.rollout_folder.glob("*.jsonl")):
             match = STEP_FILE.match(path.name)
             if match and int(match.group(1)) > step:

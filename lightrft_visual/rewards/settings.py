@@ -25,14 +25,23 @@ DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 class Checking(Catalogue):
     """A catalogue that builds nothing: every source is its name, after the checks that need no model or connection.
 
-    functions: of `reward_fn`. columns: of the data; None where they are not known. asking: by name of a function, under
-    which names it asks for references.
+    functions: of `reward_fn`. columns: of the data; None where they are not known. entries: of the recipe. asking: by
+    name of a function, under which names it asks for references.
     """
 
-    def __init__(self, config: RewardConfig, functions: list[LoadedFunction], columns: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        functions: list[LoadedFunction],
+        recipe: Recipe | None,
+        columns: Collection[str] | None = None,
+    ) -> None:
         super().__init__(config)
         self._columns, self.asking = columns, dict[str, set[str]]()
         self.sources = self.given_sources(config.reward_pretrain, config.remote_rm_url, functions, {})
+        self.entries = self.canonical_recipe(recipe).components() if recipe else []
+        for entry in self.entries:
+            self.resolve(entry, self.sources)
 
     def canonical_recipe(self, recipe: Recipe) -> Recipe:
         """See `canonical`."""
@@ -87,8 +96,11 @@ def engine_arguments(
         other = "another one" if recipe is None else "reward_recipe"
         raise ConfigError(f"reward_fn with model_reward_list aggregates by hand; it excludes {other}")
     check_form(config.reward_form)
-    given, aggregating = _check_parts(config, functions, recipe, columns), [callable_name(f) for f in by_hand]
-    names = [name for name in given if name not in aggregating]
+    catalogue, aggregating = Checking(config, functions, recipe, columns), [callable_name(f) for f in by_hand]
+    for name in catalogue.functions if recipe else ():
+        if name not in {entry.key for entry in catalogue.entries}:
+            raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {name}, weight]")
+    names = [name for name in catalogue.sources if name not in aggregating]
     if recipe is not None:
         known = recipe.entries
         recipe.check_labels(labels, labels_cut_away if config.every_label else lambda: known)
@@ -118,20 +130,6 @@ def check_reward_config(config: RewardConfig) -> None:
     engine_arguments(config)
 
 
-def _check_parts(
-    config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None, columns: Collection[str] | None
-) -> list[str]:
-    """Names of all that is given, models, servers and functions."""
-    catalogue = Checking(config, functions, columns)
-    entries = catalogue.canonical_recipe(recipe).components() if recipe else []
-    for entry in entries:
-        catalogue.resolve(entry, catalogue.sources)
-    for known in catalogue.functions if recipe else ():
-        if known not in {entry.key for entry in entries}:
-            raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
-    return list(catalogue.sources)
-
-
 @on_trial()
 def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
     """Raise ConfigError where no row of a data set has a reference, and a training sample would reach a scorer that
@@ -145,9 +143,7 @@ def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Seq
     if all(each.has_references for each in (*trained, *held_out)):
         return
     recipe, functions = recipe_of(config), [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
-    catalogue = Checking(config, functions, None)
-    for entry in catalogue.canonical_recipe(recipe).components() if recipe else []:
-        catalogue.resolve(entry, catalogue.sources)
+    catalogue = Checking(config, functions, recipe)
     _say_missing(catalogue, "the data", trained)
     _say_missing(catalogue, "eval_data", held_out)
     if recipe is None and config.given:

@@ -69,7 +69,10 @@ def export_hf(
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     check_gathered(weights)
     check_complete(model, weights)
-    weights = {name: to_cpu(tensor, dtype) for name, tensor in weights.items()}
+    weights = {
+        name: tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
+        for name, tensor in weights.items()
+    }
     kind, plain = model.config.model_type, {}
     if kind in TRANSPOSED:
         weights = {name: as_published(kind, name, tensor) for name, tensor in weights.items()}
@@ -114,11 +117,6 @@ def note_dtype(path: Path, weights: StateDict) -> None:
         if "dtype" in part:
             part["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def to_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A detached copy on the host, floating-point values in `dtype` (None keeps theirs)."""
-    return tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
 
 
 def export_lora(model: PeftModel, folder: str | Path, state_dict: StateDict | None = None) -> Path:
