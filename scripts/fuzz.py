@@ -39,8 +39,9 @@ import pyarrow.parquet
 import torch
 from PIL import Image
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionDataConfig
-from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
+from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.data.media import image_size, load_image
 from lightrft_visual.data.prompts import PromptDataset
@@ -265,7 +266,7 @@ class Fuzzer:
         names = ("prompt", "images", "image", "image_path", "videos", "video", "reference", "label", "conversations",
                  "messages", "input", "problem", "answer", "reward_model", "extra")  # fmt: skip
         rows = _spoiled([dict(rng.choice(ROWS)) for _ in range(2)], names, (1, 2, 5), rng)
-        style = rng.choice(DATA_FORMATS) if rng.random() < 0.3 else "auto"
+        style = rng.choice(("auto", "plain", *registry.row_forms.names())) if rng.random() < 0.3 else "auto"
         config = DataConfig(on_bad_row="skip", max_bad_share=1.0, data_format=style)
         self._read(self._written("values.jsonl", rows), config)
 

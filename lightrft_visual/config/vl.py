@@ -106,10 +106,6 @@ class ModelConfig(Section):
         require(adapts, "target_parameters needs a lora_rank above 0 and a lora_dropout of 0")
 
 
-# How the rows of prompt_data are written; docs/coming_from.md says which system writes which.
-DATA_FORMATS = ("auto", "plain", *registry.row_forms.names())
-
-
 @dataclass
 class DataConfig(Section):
     """Where prompts come from: jsonl, json, parquet, a Hugging Face data set folder; several, comma-separated."""

@@ -68,7 +68,7 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
         text = text.removesuffix(end)
     if form == "auto":
         form = "glm" if GLM_BLOCK.search(text) else _form_by_marks(text, "json")
-    calls, told = list(_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
+    calls, told = list(CALL_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
     hints = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in told}
     return [replace(call, arguments=_values(call.arguments, hints.get(call.name, {}))) for call in calls]
 
@@ -315,7 +315,7 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
         yield _malformed(text, "no call as Python writes one")
 
 
-_FORMS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
+CALL_FORMS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
     "hermes": _parse_blocks,
     "qwen_xml": _parse_blocks,
     "glm": partial(_parse_blocks, glm=True),
@@ -328,4 +328,3 @@ _FORMS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
 _MARKS = {
     "<tool_call>": "hermes", "<|tool_call>": "gemma", MISTRAL: "mistral", LIST_BEGIN: "pythonic", PYTHON_TAG: "llama"
 }  # fmt: skip
-CALL_FORMS = tuple(_FORMS)

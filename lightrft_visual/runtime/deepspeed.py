@@ -1,6 +1,5 @@
 """DeepSpeed ZeRO 0 to 3 behind one small interface: the ranks of a run, and modules that it prepares."""
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -27,8 +26,6 @@ from .sequence import SequenceGroup
 from .train_engine import TrainEngine
 from .usercode.surroundings import device_here
 from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
-
-logger = logging.getLogger(__name__)
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # what one rank needs
 # Of a rank whose host only prepares: with one for each of 16 cores of a virtual machine every small operation waited

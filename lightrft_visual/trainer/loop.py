@@ -5,7 +5,6 @@ A step is `train_step`, then `sync`; what a step writes, evaluates, saves and su
 """
 
 import gc
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,8 +28,6 @@ from ..runtime.start_up import log_stage, start_is_over
 from ..runtime.train_engine import StepResult, TrainEngine
 from .hooks import HookContext, Hooks, StepData, StopRun
 from .run_state import RunState, final_folder
-
-logger = logging.getLogger(__name__)
 
 MOST_NONFINITE = 3  # skipped steps in a row that end a run
 

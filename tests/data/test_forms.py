@@ -8,7 +8,7 @@ import row_files
 from row_files import parts, roles
 
 from lightrft_visual.config import registry
-from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
+from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.bad_rows import warn_once
 from lightrft_visual.data.forms import _forms
 from lightrft_visual.errors import ConfigError, DataError
@@ -71,4 +71,3 @@ def test_a_form_that_is_named_is_required_of_every_row(read):
         read("a.jsonl", [{"prompt": "a red cube"}], data_format="messages")
     with pytest.raises(ConfigError, match="data_format is 'llama'; it must be one of: auto, plain, verl, "):
         DataConfig(data_format="llama")
-    assert DATA_FORMATS[:2] == ("auto", "plain") and "messages" in DATA_FORMATS

@@ -5,7 +5,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.forms import ROLES
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.data.video import check_video
@@ -45,7 +46,7 @@ ROWS = (
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(row=ROWS, form=st.sampled_from(DATA_FORMATS), template=st.booleans())
+@given(row=ROWS, form=st.sampled_from(("auto", "plain", *registry.row_forms.names())), template=st.booleans())
 def test_any_row_is_read_or_refused(row, form, template):
     config = DataConfig(data_format=form, apply_chat_template=template)
     try:

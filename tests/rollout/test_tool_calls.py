@@ -65,7 +65,7 @@ def rendered(call: ToolCall, form: str) -> str:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(CALL_FORMS), CALLS)
+@given(st.sampled_from([*CALL_FORMS]), CALLS)
 def test_rendered_call_is_read_as_itself(form, call):
     text = rendered(call, form)
     assert parse_tool_calls(text, form) == [call]

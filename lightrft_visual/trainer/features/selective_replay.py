@@ -27,14 +27,6 @@ class Kept(NamedTuple):
     index: int
 
 
-class Refilled(NamedTuple):
-    """Over all ranks: samples of the step, how many of them were replaced, and the policy versions they came from."""
-
-    samples: int
-    replaced: int
-    versions: list[int]
-
-
 class KeptState(Mapping[str, Any]):
     """The state of samples as they are now, made when it is read: every step has one, and few are written."""
 
@@ -68,20 +60,22 @@ class SelectiveReplay(StepHook):
 
     def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
         step = self.context.step()
-        refilled = self.refill(buffer, step)
-        self.found = {"replayed_share": refilled.replaced / refilled.samples}
-        if refilled.versions:
-            self.found["replayed_age"] = step - sum(refilled.versions) / len(refilled.versions)
+        samples, versions = self.refill(buffer, step)
+        self.found = {"replayed_share": len(versions) / samples}
+        if versions:
+            self.found["replayed_age"] = step - sum(versions) / len(versions)
         return buffer
 
     def metrics(self) -> dict[str, float]:
         return self.found
 
-    def refill(self, buffer: NaiveReplayBuffer, step: int) -> Refilled:
+    def refill(self, buffer: NaiveReplayBuffer, step: int) -> tuple[int, list[int]]:
         """Replace samples without advantage, in place, and keep those that have one. A collective.
 
         Answers stand in for answers, drawn images for drawn images. What is drawn depends on the seed, the step and the
         samples alone. Where more samples lack an advantage than are kept, the rest of them stays.
+
+        Returns, over all ranks: the samples of the step, and the policy versions of those that stand in for others.
         """
         _mark(buffer.items, replayed=False)
         new = [item for item in buffer.items if teaches(item)]
@@ -96,7 +90,7 @@ class SelectiveReplay(StepHook):
         told = collectives.all_gather_object((versions, [(part_of(each), _age(each)) for each in self.kept]))
         everywhere = [version for each, _ in told for version in each]
         self._keep_newest([pair for _, each in told for pair in each])
-        return Refilled(sum(counts), len(everywhere), everywhere)
+        return sum(counts), everywhere
 
     def _refill(self, buffer: NaiveReplayBuffer, kind: int, offered: list[Kept], lacking: list[list[int]]) -> list[int]:
         """Of one part. lacking: the numbers of each rank's samples without advantage. Returns the policy

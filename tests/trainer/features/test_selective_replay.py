@@ -35,9 +35,9 @@ def filled_buffer(advantages: list[float], start: int = 0, version: int = 0, ran
 
 
 def refilled(replay: SelectiveReplay, step: int, rank: int = 0, ranks: int = 1):
-    """The buffer of a step, and what refilling it says."""
+    """The buffer of a step, and how many of its samples were replaced."""
     buffer = filled_buffer(STEPS[step], 6 * step, step, rank, ranks)
-    return buffer, replay.refill(buffer, step)
+    return buffer, len(replay.refill(buffer, step)[1])
 
 
 def replayed() -> dict:
@@ -46,9 +46,9 @@ def replayed() -> dict:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     replay, small = (SelectiveReplay(capacity=capacity, seed=0) for capacity in (100, 4))
     for step in (0, 1):
-        buffer, found = refilled(replay, step, rank, ranks)
+        buffer, replaced = refilled(replay, step, rank, ranks)
         refilled(small, step, rank, ranks)
-    told = {"replaced": found.replaced, "numbers": [int(item.sample_id) for item in buffer]}
+    told = {"replaced": replaced, "numbers": [int(item.sample_id) for item in buffer]}
     return told | {"kept": [int(item.sample_id) for item in small.kept], "state": small.state_dict()}
 
 
@@ -59,11 +59,10 @@ def numbers(items) -> list[int]:
 def test_samples_without_advantage_give_their_places_to_kept_ones():
     replay = SelectiveReplay(capacity=8, seed=0)
     first = filled_buffer([1.0, 0.0, -2.0, 0.0, 0.0, 0.5])
-    assert replay.refill(first, step=0).replaced == 0  # nothing is kept yet
+    assert replay.refill(first, step=0)[1] == []  # nothing is kept yet
     assert numbers(first) == [0, 1, 2, 3, 4, 5] and numbers(replay.kept) == [0, 2, 5]
     second = filled_buffer([0.0, 0.0, 3.0, 0.0, 0.0], start=6, version=1)
-    refilled = replay.refill(second, step=1)
-    assert refilled.samples == 5 and refilled.replaced == 3 and refilled.versions == [0, 0, 0]
+    assert replay.refill(second, step=1) == (5, [0, 0, 0])
     assert sorted(numbers(second)) == [0, 2, 5, 8, 10]  # one lacks a stand-in and stays
     assert numbers(second)[2] == 8
     assert numbers(replay.kept) == [0, 2, 5, 8]  # a replayed sample is not kept twice
@@ -76,8 +75,8 @@ def test_what_kl_and_whitening_add_to_the_tokens_is_no_advantage_of_the_group():
     replay = SelectiveReplay(capacity=8, seed=0)
     for step, compared in enumerate(([1.0, -1.0], [0.0, 2.0])):
         buffer = filled_buffer([0.9, -1.1], start=2 * step, group_advantage=compared)
-        refilled = replay.refill(buffer, step)
-    assert refilled.replaced == 1 and numbers(buffer)[1] == 3 and numbers(buffer)[0] < 2
+        _, versions = replay.refill(buffer, step)
+    assert len(versions) == 1 and numbers(buffer)[1] == 3 and numbers(buffer)[0] < 2
     assert numbers(replay.kept) == [0, 1, 3]
 
 
@@ -96,8 +95,7 @@ def test_answers_stand_in_for_answers_and_drawings_for_drawings():
     replay.refill(filled_buffer([1.0, 2.0, 3.0, 4.0, 5.0], loss_part=[1, 1, 1, 0, 0]), step=0)
     assert numbers(replay.kept) == [1, 2, 3, 4]  # the last two of each kind, in the order they came
     buffer = filled_buffer([0.0] * 5, start=5, loss_part=[0, 1, 0, 0, 0])
-    refilled = replay.refill(buffer, step=1)
-    assert refilled.replaced == 3 and numbers(buffer)[1] in (1, 2)
+    assert len(replay.refill(buffer, step=1)[1]) == 3 and numbers(buffer)[1] in (1, 2)
     assert {*numbers(buffer)} & {0, 1, 2, 3, 4} == {numbers(buffer)[1], 3, 4}
 
 
@@ -155,9 +153,9 @@ def test_two_ranks_draw_and_keep_what_one_would():
     ranks = on_ranks(replayed)
     alone, small = SelectiveReplay(capacity=100, seed=0), SelectiveReplay(capacity=4, seed=0)
     for step in (0, 1):
-        whole, found = refilled(alone, step)
+        whole, replaced = refilled(alone, step)
         refilled(small, step)
-    assert found.replaced == 4 and all(each["replaced"] == 4 for each in ranks)
+    assert replaced == 4 and all(each["replaced"] == 4 for each in ranks)
     assert sorted(ranks[0]["numbers"] + ranks[1]["numbers"]) == sorted(numbers(whole))
     assert [len(each["numbers"]) for each in ranks] == [3, 3]
     assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == numbers(small.kept) == [3, 5, 8, 11]
