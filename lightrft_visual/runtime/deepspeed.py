@@ -122,8 +122,8 @@ def _endable() -> Iterator[None]:
 class DeepspeedStrategy:
     """Process groups, ZeRO settings and precision of one run. config: its section `distributed`."""
 
-    def __init__(self, config: Any, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
-        self.config, self.bf16, self.micro_batch_size, self.seed = config, bf16, micro_batch_size, seed
+    def __init__(self, config: Any, *, bf16: bool = False, seed: int = 42):
+        self.config, self.bf16, self.seed = config, bf16, seed
         self.sequence: SequenceGroup | None = None  # this rank's, from `setup_distributed` on
 
     @property
@@ -267,7 +267,7 @@ class DeepspeedStrategy:
         if self.config.zpg > 1:
             zero = zero | {"zero_hpz_partition_size": self.config.zpg}
         return {
-            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "train_micro_batch_size_per_gpu": 1,  # asked for; only DeepSpeed's own count of samples reads it
             # Only a switch here: boundaries are set by hand and losses are not divided by it. 1 would turn the
             # accumulation buffers of ZeRO's offload path off.
             "gradient_accumulation_steps": 2,

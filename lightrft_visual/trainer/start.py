@@ -1,18 +1,20 @@
 """The start of a run of any kind: its ranks, its folders, its sizes, and what it writes to."""
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from deepspeed.accelerator import get_accelerator
 
 from ..config import registry
-from ..config.constraints import nearest, refit_update, said
+from ..config.constraints import Registry, nearest, refit_update, said
 from ..config.diffusion import DiffusionRunConfig
+from ..config.given_files import NO_REWARD
 from ..config.load import resolved_yaml, write_resolved
 from ..config.sft import SFTRunConfig
 from ..config.shared import AUTO, FULL, NONE, OutputConfig
@@ -35,6 +37,7 @@ from .loop import LoopSettings
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
+R = TypeVar("R", RunConfig, DiffusionRunConfig)
 
 
 class OpenedRun(NamedTuple):
@@ -44,6 +47,20 @@ class OpenedRun(NamedTuple):
     recorder: RunRecorder
     timer: PhaseTimer
     hooks: Hooks
+
+
+def with_reward(config: R, tasks: Registry) -> R:
+    """The configuration itself, or with the reward of its built-in task, one of `tasks`, where it names none. Raises
+    ConfigError for prompts to draw without a reward."""
+    if getattr(config, "lacks_reward", False):
+        raise ConfigError(NO_REWARD)
+    name = config.data.prompt_data
+    own = tasks[name].own_reward() if name in tasks else None
+    if own is None or config.reward.given:
+        return config
+    config = copy.deepcopy(config)
+    config.reward.reward_recipe = own
+    return config
 
 
 @contextmanager
@@ -88,7 +105,6 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
     strategy.setup_distributed()
     config.train.gradient_accumulation_steps = None  # it was counted with sizes that the plan may change
     _use_plan(config)
-    strategy.micro_batch_size = config.train.micro_train_batch_size
     return strategy
 
 

@@ -9,7 +9,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig, evaluation_samp
 from lightrft_visual.config.load import load_config, write_resolved
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.trainer.diffusion.build import with_reward
+from lightrft_visual.trainer.start import with_reward
 
 
 def load(*arguments: str) -> DiffusionRunConfig:
@@ -233,11 +233,12 @@ def test_the_usual_update_gives_way_to_the_whole_rollout_where_it_is_no_part_of_
 
 def test_pairs_of_a_file_need_no_reward_and_make_one_update_a_step() -> None:
     pairs = load("--pretrain", "model", *DPO, "--pair_data", "pairs.jsonl", "--rollout_batch_size", "6")
-    assert pairs.offline and with_reward(pairs) is pairs and pairs.data.prompt_data == "pairs.jsonl"
+    assert pairs.offline and with_reward(pairs, registry.drawing_tasks) is pairs
+    assert pairs.data.prompt_data == "pairs.jsonl"
     assert (pairs.sampling.n_samples_per_prompt, pairs.train.train_batch_size, pairs.updates(5)) == (2, 12, 5)
     evaluated = load("--pretrain", "model", *DPO, "--pair_data", "pairs.jsonl", "--eval_data", "rows.csv")
     with pytest.raises(ConfigError, match="no reward is given"):
-        with_reward(evaluated)
+        with_reward(evaluated, registry.drawing_tasks)
     assert not load(*DPO).offline and load(*PAIRS).data.prompt_data == "embedded"
 
 

@@ -17,7 +17,6 @@ from ...algorithms.diffusion.denoising_batch import first_share, share_of_steps
 from ...config import registry
 from ...config.constraints import check_call, divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, lora_folders, rollout_noise, rollout_sampling
-from ...config.given_files import NO_REWARD
 from ...config.kinds import Task, check_hooks
 from ...config.placement import ResourcesConfig
 from ...config.shared import RECOMPUTES, RewardConfig
@@ -43,7 +42,7 @@ from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
 from ..loop import LoopSettings
 from ..run_state import check_output
-from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
+from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy, with_reward
 from .evaluation import DiffusionEvaluation, DrawingGold
 from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward, reward_batch
 from .parts import DiffusionParts, DrawingSource
@@ -61,7 +60,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     check_hooks(callbacks)
     if config.distributed.split:
         registry.services.load("drawing_placement").check_remote(config)
-    config = with_reward(config)
+    config = with_reward(config, registry.drawing_tasks)
     strategy = start_strategy(config)  # before users' files are loaded, which may take the rank's device
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
@@ -274,17 +273,6 @@ def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
     multiple = math.lcm(collectives.world_size() // config.distributed.sp_size, config.coupled_samples)
     named = "pairs of the data" if config.offline else "prompts of the data"
     fit_to_data(config.sampling, config.train, prompts, step, multiple, named)
-
-
-def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
-    """The configuration itself where it names a reward; a built-in task has one of its own. Raises ConfigError for
-    other prompts without a reward."""
-    if config.lacks_reward:
-        raise ConfigError(NO_REWARD)
-    if not config.reward.given and config.data.prompt_data in registry.drawing_tasks:
-        config = copy.deepcopy(config)
-        config.reward.reward_recipe = registry.drawing_tasks[config.data.prompt_data].own_reward()
-    return config
 
 
 def _placed(config: DiffusionRunConfig) -> DiffusionRunConfig:

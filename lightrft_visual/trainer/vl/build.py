@@ -28,7 +28,7 @@ from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
 from ...rewards.engine import RewardComputationEngine, check_placed
 from ...rewards.probe import probed
-from ...rewards.settings import check_reward_config, scored_labels
+from ...rewards.settings import check_references, check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import EngineWeights
@@ -44,8 +44,8 @@ from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
 from ..loop import LoopSettings
 from ..run_state import check_output
-from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
-from .checks import check_abilities, check_beside, check_judges, check_rewards
+from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy, with_reward
+from .checks import check_abilities, check_beside, check_judges
 from .episodes import data_processor, episode_stage, warn_of_template, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, log_probs_of
@@ -64,7 +64,7 @@ def build_parts(config: RunConfig) -> VLParts:
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
-    config = with_environment_reward(with_reward(config))
+    config = with_environment_reward(with_reward(config, registry.tasks))
     strategy = start_strategy(config)  # before users' files are loaded, which may take the rank's device
     check_reward_config(config.reward)
     check_judges(config)
@@ -86,7 +86,10 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     sets = [each for each in (dataset, eval_set) if each is not None]
     golden = sets if config.guard.judges_rollouts else sets[1:]
     judged = judged if golden else None
-    check_rewards(config.reward, judged, sets, len(golden) < len(sets))
+    check_references(config.reward, sets[:1], sets[1:])
+    if judged is not None:
+        check_reward_config(judged)
+        check_references(judged, sets[:1] if golden is sets else [], sets[1:])
     answer = partial(answered, dataset, checkpoint, config)
     columns = set().union(*(each.columns for each in sets))
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
@@ -157,17 +160,6 @@ def _scorer(
     collectives.meet()  # as `data/prompts.py` does, for models of rewards
     scorer.check_videos(set().union(*(each.video_labels for each in sets)))
     return scorer
-
-
-def with_reward(config: RunConfig) -> RunConfig:
-    """The configuration itself, or with the reward of its built-in task where it names none."""
-    name = config.data.prompt_data
-    own = registry.tasks[name].own_reward() if name in registry.tasks else None
-    if own is None or config.reward.given:
-        return config
-    config = copy.deepcopy(config)
-    config.reward.reward_recipe = own
-    return config
 
 
 def _check_ranks(config: RunConfig) -> None:

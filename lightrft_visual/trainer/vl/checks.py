@@ -1,15 +1,12 @@
 """What a vision-language run cannot do with its model and data, refused before a model is loaded."""
 
 from ...config.algorithm import AlgorithmConfig
-from ...config.shared import RewardConfig
 from ...config.vl import RolloutConfig, RunConfig
-from ...data.prompts import PromptDataset
 from ...errors import ConfigError
 from ...models.loading import Checkpoint, open_checkpoint, open_critic
 from ...models.routing import check_balance, count_experts
 from ...models.vlm.families import VLMFamily
 from ...rewards.recipe import recipe_of
-from ...rewards.settings import check_references, check_reward_config
 
 
 def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -99,21 +96,3 @@ def _check_reads(named: str, family: VLMFamily, policy: Checkpoint, other_tokens
             family.check_processor(policy.processor)
     except ConfigError as error:
         raise ConfigError(f"{named} cannot read images from the policy's processor: {error}") from error
-
-
-def check_rewards(
-    rewards: RewardConfig, judged: RewardConfig | None, sets: list[PromptDataset], held_out_alone: bool
-) -> None:
-    """Raise ConfigError for gold that is wrong in itself, and for data without the references that either compares
-    with.
-
-    Args:
-        rewards: what trains.
-        judged: gold, of the configuration before embedded names became folders; None without any.
-        sets: the data that are trained on, and the held-out ones where there are any.
-        held_out_alone: gold scores no rollouts.
-    """
-    check_references(rewards, sets[:1], sets[1:])
-    if judged is not None:
-        check_reward_config(judged)
-        check_references(judged, [] if held_out_alone else sets[:1], sets[1:])

@@ -25,13 +25,9 @@ from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics,
 
 
 class VLTrainer(PolicyTrainer):
-    """Trains an actor, and a critic where there is one, on rollouts of prompts with images.
-
-    Raises ConfigError for an advantage estimator that another trainer runs, as the registry says.
-    """
+    """Trains an actor, and a critic where there is one, on rollouts of prompts with images."""
 
     def __init__(self, parts: VLParts, callbacks: Sequence[Any] = ()):
-        check_trainer(type(self), parts.config.algorithm.advantage_estimator)
         super().__init__(parts, callbacks)
         train, algorithm = parts.config.train, parts.config.algorithm
         self.maker, self.prompts, self.actor, self.critic = parts.maker, parts.prompts, parts.actor, parts.critic

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.models.tiny.vlm import build_tokenizer
@@ -15,7 +16,7 @@ from lightrft_visual.plugins.embedded import questions, reasoning
 from lightrft_visual.plugins.embedded.task import SPLITS, build_task, split_of, supervised_pairs
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.recipe import load_recipe
-from lightrft_visual.trainer.vl.build import with_reward
+from lightrft_visual.trainer.start import with_reward
 
 ROWS = 60
 
@@ -89,8 +90,8 @@ def test_right_responses_have_sixteen_to_thirty_tokens():
 def test_the_task_has_its_own_preset_and_reward():
     config = parse_run(RunConfig, ["--prompt_data", "embedded_reasoning"]).config
     assert config.rollout.generate_max_len == 48
-    entries = {entry.key: entry.weight for entry in load_recipe(with_reward(config).reward.reward_recipe).components()}
-    assert entries == {"exact": 0.8, "format": 0.2}
+    recipe = load_recipe(with_reward(config, registry.tasks).reward.reward_recipe)
+    assert {entry.key: entry.weight for entry in recipe.components()} == {"exact": 0.8, "format": 0.2}
     config.reward.reward_fn = "mine.py:score"
-    assert with_reward(config) is config
+    assert with_reward(config, registry.tasks) is config
     assert parse_run(RunConfig, []).config.rollout.generate_max_len == 8

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.shared import GuardConfig, RewardConfig
@@ -14,15 +15,15 @@ from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards.settings import engine_arguments
 from lightrft_visual.trainer.diffusion import build
-from lightrft_visual.trainer.diffusion.build import with_reward
 from lightrft_visual.trainer.diffusion.maker import TrainingReward
 from lightrft_visual.trainer.diffusion.stages import drawing_batch
+from lightrft_visual.trainer.start import with_reward
 
 
 def chosen(*argv: str) -> dict:
     """What the reward engine of an embedded run is built from."""
-    config = with_reward(load_config(DiffusionRunConfig, list(argv), preset=DIFFUSION_PRESET))
-    return engine_arguments(config.reward)
+    config = load_config(DiffusionRunConfig, list(argv), preset=DIFFUSION_PRESET)
+    return engine_arguments(with_reward(config, registry.drawing_tasks).reward)
 
 
 def test_the_embedded_task_has_its_own_reward_unless_the_user_names_one(tmp_path: Path):
@@ -47,9 +48,9 @@ def test_prompts_of_the_user_need_a_reward(more, refused):
     config = load_config(DiffusionRunConfig, ["--pretrain", "a", "--prompt_data", "p.jsonl", *more])
     if refused:
         with pytest.raises(ConfigError, match="no reward is given; .*--reward_fn"):
-            with_reward(config)
+            with_reward(config, registry.drawing_tasks)
     else:
-        assert with_reward(config) is config
+        assert with_reward(config, registry.drawing_tasks) is config
 
 
 S = torch.ones(2, requires_grad=True)

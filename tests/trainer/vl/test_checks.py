@@ -29,8 +29,9 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.routing import BY_SIGMOID
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.rewards.settings import check_references
 from lightrft_visual.trainer.vl.build import _open
-from lightrft_visual.trainer.vl.checks import check_abilities, check_beside, check_judges, check_rewards
+from lightrft_visual.trainer.vl.checks import check_abilities, check_beside, check_judges
 
 
 def check(config, flags: str) -> None:
@@ -170,16 +171,14 @@ def test_held_out_rows_without_the_reference_that_their_reward_compares_with_are
         for own in ({"a"}, labels)
     )
     config = RewardConfig(reward_recipe=json.dumps(rules) if rules else None)
-    other = RewardConfig(components={"format": 1.0})
-    for given in ((config, None), (other, config)):
-        check_rewards(*given, [trained], False)
-        with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-            check_rewards(*given, [trained, held_out], False)
+    check_references(config, [trained], [])
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        check_references(config, [trained], [held_out])
 
 
 def test_gold_that_scores_held_out_rows_alone_needs_no_references_of_others():
     trained, held_out = (SimpleNamespace(labels={None}, columns=set(), has_references=own) for own in (False, True))
-    rewards, gold = RewardConfig(components={"format": 1.0}), RewardConfig(components={"exact": 1.0})
-    check_rewards(rewards, gold, [trained, held_out], held_out_alone=True)
+    gold = RewardConfig(components={"exact": 1.0})
+    check_references(gold, [], [held_out])
     with pytest.raises(ConfigError, match="exact compares"):
-        check_rewards(rewards, gold, [trained, held_out], held_out_alone=False)
+        check_references(gold, [trained], [held_out])
