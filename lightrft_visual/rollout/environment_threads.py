@@ -7,15 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from ..runtime.usercode.calls import describe_error, masked
+from ..runtime.usercode.calls import BackgroundLoop, describe_error, masked
 from ..runtime.usercode.surroundings import enter_again, lent_streams, on_device_of_caller, say_once
 from .environments import (
+    LOOP,
     Action,
     EnvironmentFactory,
     EnvironmentFailure,
     EnvironmentHost,
     HeldEnvironment,
-    Loop,
     Observation,
     StepResult,
 )
@@ -41,7 +41,7 @@ class ThreadHost(EnvironmentHost):
         # On the loop of all users' coroutines, which is that of its making.
         self._idle = [] if first is None else [HeldEnvironment(lambda: first)]
         self._room = threading.BoundedSemaphore(AT_ONCE)
-        self._loops = [Loop() for _ in range(LOOPS)]
+        self._loops = [BackgroundLoop(LOOP) for _ in range(LOOPS)]
         self._folder = os.getcwd()  # of the run, where it finds and leaves its files
         self._streams = lent_streams()  # for as long as there are environments, which run beside all else
         next(self._streams)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -233,41 +232,21 @@ class StepResult(NamedTuple):
 EnvironmentFactory = Callable[[], Environment]
 
 
-class Loop:
-    """Where coroutines of some episodes run: a loop that is started by the first of them."""
-
-    def __init__(self) -> None:
-        self._running: BackgroundLoop | None = None
-        self._lock = threading.Lock()
-
-    def running(self) -> BackgroundLoop:
-        """The loop itself."""
-        with self._lock:
-            if self._running is None:
-                self._running = BackgroundLoop("environment-loop")
-            return self._running
-
-    def close(self) -> None:
-        """End it."""
-        if self._running is not None:
-            self._running.close()
-
-
-_loop: ContextVar[Loop | None] = ContextVar("_loop", default=None)  # of the episode
+LOOP = "environment-loop"  # name of the threads in which coroutines of episodes run
+_loop: ContextVar[BackgroundLoop | None] = ContextVar("_loop", default=None)  # of the episode
 
 
 def awaited_value(value: Any) -> Any:
     """The result of a coroutine, with what it raises; any other value as it is.
 
-    An episode's coroutines run on its `Loop`. Asked for by a coroutine, they run on one more: that loop waits for them.
+    An episode's coroutines run on its loop. Asked for by a coroutine, they run on one more: that loop waits for them.
     """
     if not inspect.isawaitable(value):
         return value
     if _in_coroutine():
-        with contextlib.closing(BackgroundLoop("environment-loop")) as nested:
+        with contextlib.closing(BackgroundLoop(LOOP)) as nested:
             return awaited([value], nested)[0]
-    loop = _loop.get()
-    return awaited([value], loop and loop.running())[0]
+    return awaited([value], _loop.get())[0]
 
 
 def _in_coroutine() -> bool:
@@ -282,7 +261,7 @@ class HeldEnvironment:
     """The environment of one episode, whichever methods it lacks and whichever are coroutines; what it gives back is
     checked."""
 
-    def __init__(self, make: EnvironmentFactory, loop: Loop | None = None) -> None:
+    def __init__(self, make: EnvironmentFactory, loop: BackgroundLoop | None = None) -> None:
         self._loop = loop  # None: that of all coroutines of users
         self._environment: Any = self._result(make)  # a user's, of whichever class
         self.reusable = is_reusable(self._environment)

@@ -28,24 +28,30 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundLoop:
-    """Runs coroutines beside the caller; `submit` returns at once with a concurrent future."""
+    """Runs coroutines beside the caller, in a thread that the first of them starts; `submit` returns at once with a
+    concurrent future."""
 
     def __init__(self, name: str = "reward-loop") -> None:
-        self._loop = asyncio.new_event_loop()
-        self._ended = False
-        self._thread = threading.Thread(target=on_device_of_caller(self._run), name=name, daemon=True)
-        self._thread.start()
+        self._name, self._ended, self._starting = name, False, threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop, which goes on when a coroutine of a user's stops it, or a task of its own calls sys.exit."""
         while not self._ended:
             try:
-                self._loop.run_forever()
+                loop.run_forever()
             except BaseException as error:
                 log.warning("a task in the background ended by %s", type(error).__name__)
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         """Run a coroutine in the loop's thread; the future holds its result."""
+        with self._starting:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                run = on_device_of_caller(functools.partial(self._run, loop))
+                self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+                self._thread.start()
+                self._loop = loop
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -53,7 +59,9 @@ class BackgroundLoop:
         return self.submit(coroutine).result()
 
     def close(self) -> None:
-        """Stop the loop and wait for its thread."""
+        """Stop the loop, if it was ever started, and wait for its thread."""
+        if self._loop is None:
+            return
         self._ended = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
@@ -61,17 +69,7 @@ class BackgroundLoop:
             self._loop.close()
 
 
-_shared: BackgroundLoop | None = None
-_lock = threading.Lock()
-
-
-def shared_loop() -> BackgroundLoop:
-    """The process-wide loop, started on first use."""
-    global _shared
-    with _lock:
-        if _shared is None:
-            _shared = BackgroundLoop()
-        return _shared
+_shared = BackgroundLoop()  # of the process
 
 
 @dataclass(frozen=True)
@@ -352,7 +350,7 @@ def awaited(results: list[Any], loop: BackgroundLoop | None = None) -> list[Any]
     async def together() -> list[tuple[Any, BaseException | None]]:
         return await asyncio.gather(*map(outcome, results))
 
-    outcomes = (loop or shared_loop()).run(together())
+    outcomes = (loop or _shared).run(together())
     for error in (error for _, error in outcomes if error is not None):
         raise error
     return [result for result, _ in outcomes]
