@@ -11,7 +11,7 @@ from equality import adapters, assert_same, loss_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stock_families import grouped_samples, stock, stock_checkpoint
-from tiny_models import actor_of, checkpoint_of, inputs_of, load, prompts_for, rollouts_of, text_prompts
+from tiny_models import QWEN_FAMILIES, actor_of, checkpoint_of, inputs_of, load, prompts_for, rollouts_of, text_prompts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 from watched import Operations
@@ -23,7 +23,6 @@ from lightrft_visual.models import attention
 from lightrft_visual.models.attention import Segments, segment_attention
 from lightrft_visual.models.checkpointed import checkpoint_blocks
 from lightrft_visual.models.states import divide_segments
-from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.actor import Actor, Backbone
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.runtime.sequence import SequenceGroup

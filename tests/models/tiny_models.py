@@ -24,6 +24,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 ROUND = "qwen2_vl"  # its vocabulary is a multiple of 64; vLLM pads that of all others
+QWEN_FAMILIES = tuple(name for name in VISION_FAMILIES if name.startswith("qwen"))
 ALL_KINDS = [f"{family}{tied}" for family in (*VISION_FAMILIES, "qwen2") for tied in ("", "+tied")]
 
 

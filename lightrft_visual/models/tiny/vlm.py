@@ -94,14 +94,12 @@ def chat_template(family: str) -> str:
     return _CHAT_TEMPLATE.replace("IMAGE_PLACEHOLDER", media["image"]).replace("VIDEO_PLACEHOLDER", media["video"])
 
 
-def build_tokenizer(
-    texts: Iterable[str] = TEXTS, vocab_size: int = 512, family: str = "qwen2_5_vl", tools: bool = False
-) -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer of the Qwen2 class; every string round-trips.
+def build_tokenizer(texts: Iterable[str] = TEXTS, family: str = "qwen2_5_vl", tools: bool = False) -> Qwen2Tokenizer:
+    """A byte-level BPE tokenizer of the Qwen2 class, of at most 512 tokens, special ones and TOOL_TOKENS aside; every
+    string round-trips.
 
     Args:
         texts: that it learns its words from.
-        vocab_size: largest number of tokens, special ones and TOOL_TOKENS aside.
         family: of TINY_FAMILIES, for its chat template and special tokens.
         tools: whether it has TOOL_TOKENS.
     """
@@ -109,7 +107,7 @@ def build_tokenizer(
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
     trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
     named = TINY_FAMILIES[family].special_tokens
@@ -303,7 +301,6 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
 }
 FAMILIES = tuple(name for name, family in TINY_FAMILIES.items() if not family.draws)  # those that write text only
 VISION_FAMILIES = tuple(name for name in FAMILIES if TINY_FAMILIES[name].processor is not None)
-QWEN_FAMILIES = tuple(name for name in VISION_FAMILIES if name.startswith("qwen"))
 
 
 def build_tiny_model(config) -> PreTrainedModel:

@@ -45,7 +45,7 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
             awaited_value(environment.close())
     roles = [] if isinstance(environment, ToolEnvironment) else ["user"]
     roles += ["tool"] if checkpoint.tools else []
-    _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1), roles)
+    _renderer(config, checkpoint, roles=roles)
     return checkpoint
 
 
@@ -53,8 +53,7 @@ def warn_of_template(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Say on the first rank what the chat template does not tell the model of its tools."""
     if not checkpoint.tools or not collectives.is_rank_0():
         return
-    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1)
-    renderer = _renderer(config, checkpoint, data)
+    renderer = _renderer(config, checkpoint)
     told = config.data.system_prompt or ""
     hidden = [name for name in renderer.hidden_tools() if name not in told]
     if hidden:
@@ -91,13 +90,13 @@ def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _renderer(
-    config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor, roles: Sequence[str] = ()
+    config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor | None = None, roles: Sequence[str] = ()
 ) -> ObservationRenderer:
     """What makes tokens of observations, by a checkpoint with the schemas of tools. Raises ConfigError as it does, for
     these roles at once."""
     rollout, tools = config.rollout, list(checkpoint.tools)
     return ObservationRenderer(
-        data,
+        data or MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1),
         checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.eos_ids),
         config.episodes.observation_max_tokens,
         {"images": rollout.limit_mm_image_per_prompt, "videos": rollout.limit_mm_video_per_prompt},

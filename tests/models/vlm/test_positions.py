@@ -9,11 +9,11 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import actor_of, checkpoint_of
+from tiny_models import QWEN_FAMILIES, actor_of, checkpoint_of
 from transformers import AutoModel
 
 from lightrft_visual.experience.types import ModelInputs
-from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_tokenizer, tiny_config
+from lightrft_visual.models.tiny.vlm import build_tokenizer, tiny_config
 from lightrft_visual.models.vlm.families import VLMFamily
 from lightrft_visual.models.vlm.positions import MRopePositions, PatchConv3d, text_positions
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tiny_models import QWEN_FAMILIES
 from transformers import AutoModel
 
 from lightrft_visual.models.attention import attend_by_windows
-from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_tokenizer, tiny_config
+from lightrft_visual.models.tiny.vlm import build_tokenizer, tiny_config
 from lightrft_visual.models.vlm.vision_cache import SharedMedia, first_occurrences, read_grids_on_host
 from lightrft_visual.runtime.host_copies import to_device
 
