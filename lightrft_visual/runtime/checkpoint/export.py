@@ -45,13 +45,7 @@ def check_complete(model: PreTrainedModel, state_dict: StateDict) -> None:
         raise CheckpointError(f"{len(missing)} weights of the model are not in the export: {', '.join(missing[:3])}")
 
 
-def export_hf(
-    model: PreTrainedModel,
-    processor: Any,
-    folder: str | Path,
-    state_dict: StateDict | None = None,
-    dtype: torch.dtype | None = None,
-) -> Path:
+def export_hf(model: PreTrainedModel, processor: Any, folder: str | Path, state_dict: StateDict | None = None) -> Path:
     """Write config, weights as safetensors and the processor: a folder for transformers and vLLM.
 
     Args:
@@ -59,7 +53,6 @@ def export_hf(
         processor: or tokenizer, with `save_pretrained`; None: none is written.
         folder: where to write.
         state_dict: the model's gathered weights; None: its own.
-        dtype: floating weights are cast to it, and the config notes it; None: as they are.
 
     Raises:
         CheckpointError: for weights that are absent or not gathered.
@@ -69,10 +62,7 @@ def export_hf(
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     check_gathered(weights)
     check_complete(model, weights)
-    weights = {
-        name: tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
-        for name, tensor in weights.items()
-    }
+    weights = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     kind, plain = model.config.model_type, {}
     if kind in TRANSPOSED:
         weights = {name: as_published(kind, name, tensor) for name, tensor in weights.items()}
@@ -119,19 +109,17 @@ def note_dtype(path: Path, weights: StateDict) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def export_lora(model: PeftModel, folder: str | Path, state_dict: StateDict | None = None) -> Path:
+def export_lora(model: PeftModel, folder: str | Path, state_dict: StateDict) -> Path:
     """Write adapter_model.safetensors and adapter_config.json, for peft and for vLLM's LoRA loading.
 
     Args:
         model: with the adapter.
         folder: where to write.
-        state_dict: gathered weights under the model's own names, of which only the adapter's are needed; None: the
-            model's own.
+        state_dict: gathered weights under the model's own names, of which only the adapter's are needed.
     """
     from peft import get_peft_model_state_dict
 
-    weights = dict(model.state_dict() if state_dict is None else state_dict)
-    adapter = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
+    adapter = get_peft_model_state_dict(model, dict(state_dict), save_embedding_layers=False)
     check_gathered(adapter)
     config = model.peft_config["default"]
     folder = Path(folder)

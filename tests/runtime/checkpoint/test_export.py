@@ -43,14 +43,14 @@ def test_export_hf_writes_settings_of_generation_that_transformers_loads_but_wou
     assert model.generation_config.temperature == 0.5
 
 
-def test_export_hf_uses_the_given_weights_not_the_models_and_casts_and_notes_the_type(tmp_path):
+def test_export_hf_uses_the_given_weights_not_the_models_and_notes_their_type(tmp_path):
     model = tiny_model()
     doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
     export_hf(model, None, tmp_path / "doubled", doubled)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "doubled")
     assert torch.equal(again.lm_head.weight, model.lm_head.weight * 2)
-    export_hf(model, None, tmp_path / "cast", dtype=torch.bfloat16)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "cast").lm_head.weight.dtype == torch.bfloat16
+    export_hf(model, None, tmp_path / "short", {name: tensor.bfloat16() for name, tensor in doubled.items()})
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "short").lm_head.weight.dtype == torch.bfloat16
     assert model.lm_head.weight.dtype == torch.float32
 
 
@@ -79,7 +79,7 @@ def with_random_adapter(model, **settings):
 def test_export_lora_reloads_in_peft(tmp_path):
     model = with_random_adapter(tiny_model(), target_modules=["q_proj", "v_proj"])
     expected = model(TOKENS).logits
-    export_lora(model, tmp_path)
+    export_lora(model, tmp_path, model.state_dict())
     again = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
     assert torch.equal(again(TOKENS).logits, expected)
     assert not model.peft_config["default"].inference_mode
@@ -90,7 +90,7 @@ def test_exported_files_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         export_hf(tiny_model(), None, tmp_path / "hf")
-        export_lora(adapted, tmp_path / "lora")
+        export_lora(adapted, tmp_path / "lora", adapted.state_dict())
     finally:
         os.umask(before)
     files = [each for each in tmp_path.rglob("*") if each.is_file()]
