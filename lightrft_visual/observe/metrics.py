@@ -355,6 +355,7 @@ class JsonlSink(Sink):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._last_step: int | None = None
         self.cut_back()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
