@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2644, "experience": 3178, "config": 5016, "runtime": 6011, "data": 3691,
-    "models": 5944, "rollout": 5470, "rewards": 4489, "algorithms": 1835, "trainer": 7756, "observe": 3590,
+    "": 2644, "experience": 3178, "config": 5012, "runtime": 6016, "data": 3691,
+    "models": 5941, "rollout": 5393, "rewards": 4485, "algorithms": 1835, "trainer": 7717, "observe": 3587,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
