@@ -5,6 +5,7 @@ python scripts/gpu/parts.py PART FOLDER real|tiny      runs one part; check.py d
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,8 +18,6 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import shapes  # noqa: E402
-
-from lightrft_visual.runtime.files import read_jsonl  # noqa: E402
 
 Rows = Iterator[tuple[str, str]]
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12}  # dense bf16, as the makers state it
@@ -81,6 +80,8 @@ class Run:
     """One run of an example script in a process of its own, or on several ranks. Raises RuntimeError when it fails."""
 
     def __init__(self, script: str, folder: Path, flags: str | list[str], ranks: int = 1):
+        from lightrft_visual.runtime.files import read_jsonl
+
         self.folder = folder
         (folder / "..").resolve().mkdir(parents=True, exist_ok=True)
         words = flags.split() if isinstance(flags, str) else flags
@@ -150,7 +151,7 @@ def seeing_flags(
 
 
 def engines(folder: Path, size: str) -> Rows:
-    """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs, and
+    """The engine of each embedded family starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs, and
     one of transformers."""
     from lightrft_visual.models.tiny.vlm import FAMILIES
 
@@ -386,6 +387,13 @@ def reward_fl(folder: Path, size: str) -> Rows:
     yield "seconds a step", f"{run.median('time_step'):.2f}"
     yield "peak memory, and the plan's", run.peak
     yield from _work(run)
+
+
+def end_by_signals() -> None:
+    """SIGTERM and SIGHUP, this one not under nohup, raise SystemExit here: what runs below ends with this process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda got, _: sys.exit(128 + got))
 
 
 def write_whole(path: Path, text: str) -> None:
