@@ -35,7 +35,7 @@ def told() -> Iterator[str]:
         yield f"ok       {found}" if found else f"without  {name}, for {purpose}: {how}"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if nvidia_devices():
-        how = "apt-get install python%d.%d-dev" % sys.version_info[:2]
+        how = f"apt-get install python3.{sys.version_info.minor}-dev"
         yield f"ok       {header}" if header.is_file() else f"without  {header}, for Triton's first kernel: {how}"
     yield from _devices()
 
