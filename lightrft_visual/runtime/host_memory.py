@@ -1,4 +1,4 @@
-"""What a run needs of its host: devices, threads, a free port, tidy shared memory. Nothing here imports torch."""
+"""What a run needs of its host: thread settings, a free port, shared memory left tidy. Nothing here imports torch."""
 
 import ctypes
 import os
@@ -8,6 +8,11 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of settings in glibc's malloc.h
 _MIB = 2**20
+
+
+def nvidia_devices() -> int:
+    """How many NVIDIA devices the host has, whether or not its driver is one that torch can use."""
+    return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
 
 
 def bound_spinning() -> None:
@@ -47,11 +52,6 @@ def give_back_freed_memory(freed: int) -> bool:
         return False
     trim(0)
     return True
-
-
-def nvidia_devices() -> int:
-    """How many NVIDIA devices the host has, whether or not its driver is one that torch can use."""
-    return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
 
 
 def free_port() -> int:
