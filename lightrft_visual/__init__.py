@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .trainer.fast_exp_maker import FastExperienceMaker
     from .trainer.hooks import StepHook, StopRun
 
-__version__ = "0.1.0"
+__version__ = "0.3.0.dev0"
 
 _EXPORTS = {
     "StepHook": "trainer.hooks", "StopRun": "trainer.hooks", "evaluate": "inference", "sample": "inference",

@@ -129,7 +129,8 @@ def _help(root: Root, words: Sequence[str]) -> None:
         line = _line(leaf)
         click.echo(line if asked or len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
     if not asked:
-        click.echo(f"--config RECIPE reads a recipe, --dry_run shows the outcome and its plan of memory and time.\n"
+        planned = " and its plan of memory and time" if "plan" in sections else ""
+        click.echo(f"--config RECIPE reads a recipe, --dry_run shows the outcome{planned}.\n"
                    f"All settings: --help-all; of a section: --help {' | '.join(sections)}")  # fmt: skip
 
 

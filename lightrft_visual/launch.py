@@ -27,7 +27,7 @@ from .config.vl import RunConfig
 from .errors import ConfigError, FolderInUse, LightRFTVisualError, OutputClosed, StoppedBySignal
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
-from .runtime.packages import wrong_torchvision
+from .runtime.packages import unseen_devices, wrong_torchvision
 from .runtime.presence import handled, hangup_ends, ranks_started
 from .runtime.start_up import (
     foreign_lines_aside,
@@ -271,6 +271,8 @@ def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
     with importing():
         if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor
             raise ConfigError(told)
+        if (told := unseen_devices()) and os.environ.get("RANK", "0") == "0":
+            logging.getLogger(__name__).warning("%s", told)
         from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

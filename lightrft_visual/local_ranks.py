@@ -7,11 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 
-from .runtime.host_memory import free_port
+from .runtime.host_memory import free_port, nvidia_devices
 from .runtime.presence import STARTED_BY
 
 LOOK_SECONDS = 0.1
@@ -81,4 +80,4 @@ def accelerators() -> int:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
-    return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
+    return nvidia_devices()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Fetch prompt sets that are larger than those of examples/datasets.
 
-    python scripts/fetch_prompts.py ocr pickscore                  into the folder of LIGHTRFT_DATA, else ./data
+    python scripts/fetch_prompts.py ocr pickscore                  below LIGHTRFT_DATA (or VRL_DATA_ROOT), else ./data
     python scripts/fetch_prompts.py ocr --folder /data --base_url https://mirror.example/flow_grpo
 
-Then `data.manifest=ocr/train.txt data.eval_manifest=ocr/test.txt` finds them below LIGHTRFT_DATA. A file that is there
+It prints the settings that name them; below LIGHTRFT_DATA `data.manifest=ocr/train.txt` does too. A file that is there
 already stays. Each file is read as a run would read it before it takes its name. The sets are those of
 Flow-GRPO's repository, under the licence there.
 """
@@ -36,22 +36,26 @@ def main(arguments: list[str] | None = None) -> int:
     """0 when everything that was asked for is there, else 1, with a line for each file that is not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", choices=SETS, metavar="SET", help=", ".join(SETS))
-    parser.add_argument("--folder", type=Path, help=f"default: ${ROOT_VARIABLES[0]}, else ./data")
+    parser.add_argument("--folder", type=Path, help=f"default: ${', $'.join(ROOT_VARIABLES)}, else ./data")
     parser.add_argument("--base_url", default=BASE_URL, help="of a mirror with the same files")
     chosen = parser.parse_args(arguments)
-    folder = chosen.folder or Path(os.environ.get(ROOT_VARIABLES[0]) or "data")
+    roots = [os.environ[name] for name in ROOT_VARIABLES if os.environ.get(name)]
+    folder = chosen.folder or Path(*roots[:1] or ["data"]).expanduser()
     failed = 0
-    for file in (file for name in chosen.sets for file in SETS[name]):
-        target = folder / file
-        if target.exists():
-            print(f"{target}: there already")
-            continue
-        try:
-            count = fetch(f"{chosen.base_url.rstrip('/')}/{file}", target)
-            print(f"{target}: {count} prompts")
-        except DataError as error:
-            failed += 1
-            print(f"error: {error}", file=sys.stderr)
+    for name in chosen.sets:
+        targets = [folder / file for file in SETS[name]]
+        for file, target in zip(SETS[name], targets):
+            if target.exists():
+                print(f"{target}: there already")
+                continue
+            try:
+                count = fetch(f"{chosen.base_url.rstrip('/')}/{file}", target)
+                print(f"{target}: {count} prompts")
+            except DataError as error:
+                failed += 1
+                print(f"error: {error}", file=sys.stderr)
+        if all(target.exists() for target in targets):
+            print(f"data.manifest={targets[0]} data.eval_manifest={targets[1]}")
     return 1 if failed else 0
 
 

@@ -7,35 +7,40 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+has() { command -v "$1" >/dev/null 2>&1; }
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+
 device=${LIGHTRFT_DEVICE:-}
 if [ -z "$device" ]; then
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
+  if has nvidia-smi && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
 fi
 python=${LIGHTRFT_PYTHON:-}
 if [ -z "$python" ]; then
   if python3.11 --version >/dev/null 2>&1; then python=python3.11; else python=python3; fi
 fi
+version=$(version_of "$python")
+if [[ ! $version =~ ^3\.1[123]$ ]]; then
+  echo "setup: '$python' is ${version:-no Python}; name one of 3.11, 3.12 or 3.13 by LIGHTRFT_PYTHON" >&2
+  exit 1
+fi
 files=(requirements.txt "scripts/requirements/$device.txt" setup.py pyproject.toml)
 [ "$device" = cpu ] && files+=(scripts/requirements/cpu-override.txt)
 stamp="$device $("$python" --version) $(cat "${files[@]}" | sha256sum | cut -d' ' -f1)"
 
-install_system_package() { # binary, Debian package: things Python packages cannot bring
-  command -v "$1" >/dev/null 2>&1 && return 0
+install_system_package() { # Debian package, what needs it: things Python packages cannot bring
   local sudo=""
   [ "$(id -u)" = 0 ] || sudo="sudo -n"
-  if command -v apt-get >/dev/null 2>&1 &&
-    { $sudo apt-get install -y -qq --no-install-recommends $2 >/dev/null 2>&1 ||
-      { $sudo apt-get update -qq >/dev/null 2>&1 && $sudo apt-get install -y -qq --no-install-recommends $2 >/dev/null 2>&1; }; }; then
-    echo "setup: installed $2"
+  if has apt-get &&
+    { $sudo apt-get install -y -qq --no-install-recommends $1 >/dev/null 2>&1 ||
+      { $sudo apt-get update -qq >/dev/null 2>&1 && $sudo apt-get install -y -qq --no-install-recommends $1 >/dev/null 2>&1; }; }; then
+    echo "setup: installed $1"
   else
-    echo "setup: could not install '$2' ($3 needs it; the rest works without)" >&2
+    echo "setup: could not install '$1' ($2 needs it; the rest works without)" >&2
   fi
 }
-install_system_package tesseract "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
-install_system_package g++ g++ "what torch.compile, vLLM and Triton build"
 bytecode=1
 if [ "${LIGHTRFT_TESTS:-0}" = 1 ]; then # set by scripts/test.sh
-  install_system_package chromium chromium "the tests that look at report.html"
+  has chromium || install_system_package chromium "the tests that look at report.html"
   bytecode=0
 fi
 
@@ -43,8 +48,15 @@ if [ -f .venv/.lightrft_setup ] && [ "$(cat .venv/.lightrft_setup)" = "$stamp" ]
   echo "setup: .venv is up to date ($device)"
   exit 0
 fi
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-if command -v uv >/dev/null 2>&1; then uv=uv; else
+has tesseract || install_system_package "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
+has g++ || install_system_package g++ "what torch.compile, vLLM and Triton build"
+headers='import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
+[ "$device" = cpu ] || "$python" -c "$headers" || install_system_package "python$version-dev" "Triton's first kernel"
+if [ "$(version_of .venv/bin/python)" != "$version" ]; then
+  rm -rf .venv # of another Python, or half made
+  if has uv; then uv venv -q --seed --python "$python" .venv; else "$python" -m venv .venv || { rm -rf .venv; exit 1; }; fi
+fi
+if has uv; then uv=uv; else
   .venv/bin/python -m pip install -q uv
   uv=.venv/bin/uv
 fi

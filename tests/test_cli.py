@@ -91,6 +91,7 @@ def test_help_is_25_lines_of_settings_that_exist(name):
     root, defaults = cli.ALGORITHMS[name]
     known = {leaf.name for leaf in names_of(root.schema).leaves.values()}
     assert flags == set(cli.FIRST[root.kind]) and flags <= known and set(defaults) <= known
+    assert ("its plan" in lines[-2]) == (name != "sft")
 
 
 def test_help_of_a_section_help_all_and_choices_say_what_they_are_asked_for():
@@ -218,6 +219,18 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
     assert "without  wandb, for --use_wandb: pip install 'lightrft_visual[wandb]'" in lines
     assert "without  num2words, for the processor of SmolVLM: pip install num2words" in lines
     assert any(line.startswith("device   ") for line in lines)
+
+
+def test_doctor_of_a_host_with_devices_looks_for_headers_of_python_and_a_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "nvidia_devices", lambda: 2)
+    monkeypatch.setattr(doctor, "unseen_devices", lambda: "torch sees none")
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    lines = list(doctor.told())
+    how = f"apt-get install python3.{sys.version_info.minor}-dev"
+    assert f"without  {tmp_path / 'Python.h'}, for Triton's first kernel: {how}" in lines
+    assert "missing  torch sees none" in lines
+    (tmp_path / "Python.h").touch()
+    assert f"ok       {tmp_path / 'Python.h'}" in list(doctor.told())
 
 
 RANK = """

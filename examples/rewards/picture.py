@@ -4,7 +4,7 @@ As the reward of a run, as one component among others, or behind a server (docs/
 
     deepspeed examples/train_flow_grpo.py --reward_fn examples/rewards/picture.py:score
     reward.components.mine=1.0 reward.kwargs.mine.scorer=examples/rewards/picture.py:score
-    python examples/serve_reward.py --reward_fn examples/rewards/picture.py:score
+    lightrft-visual serve-reward --reward_fn examples/rewards/picture.py:score
 
 In vision-language training the same function would judge the pictures of the prompts.
 """

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PATH="$PWD/.venv/bin:$PATH"
 
 log=$(mktemp)
-python examples/serve_reward.py --scorer exact --port 0 >"$log" &
+python -m lightrft_visual serve-reward --scorer exact --port 0 >"$log" &
 server=$!
 trap 'kill $server 2>/dev/null; rm -f "$log"' EXIT
 for _ in $(seq 300); do

@@ -3,11 +3,14 @@
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from .. import __version__
-from ..runtime.packages import OPTIONAL, installed_version, wrong_torchvision
+from ..runtime.host_memory import nvidia_devices
+from ..runtime.packages import OPTIONAL, installed_version, unseen_devices, wrong_torchvision
 
 NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
 PROGRAMS = (
@@ -30,6 +33,10 @@ def told() -> Iterator[str]:
     for name, purpose, how in PROGRAMS:
         found = shutil.which(name)
         yield f"ok       {found}" if found else f"without  {name}, for {purpose}: {how}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if nvidia_devices():
+        how = f"apt-get install python3.{sys.version_info.minor}-dev"
+        yield f"ok       {header}" if header.is_file() else f"without  {header}, for Triton's first kernel: {how}"
     yield from _devices()
 
 
@@ -39,6 +46,8 @@ def _devices() -> Iterator[str]:
     except ImportError:
         return
     if told := wrong_torchvision():
+        yield f"missing  {told}"
+    if told := unseen_devices():
         yield f"missing  {told}"
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"

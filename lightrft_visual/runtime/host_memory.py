@@ -13,6 +13,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of settings in glibc's malloc
 _MIB = 2**20
 
 
+def nvidia_devices() -> int:
+    """How many NVIDIA devices the host has, whether or not its driver is one that torch can use."""
+    return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
+
+
 def bound_spinning() -> None:
     """Bound how long idle OpenMP threads spin; before torch is imported, and unless the user has set it.
 

@@ -1,11 +1,13 @@
 """Packages that only some runs need: what for, and the line that installs them; and what is of this one."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..errors import ConfigError
+from .host_memory import nvidia_devices
 
 # Package: what it is for, how to get it.
 OPTIONAL = {
@@ -46,6 +48,22 @@ def wrong_torchvision() -> str | None:
         plain = f"pip install 'torch==={torch.partition('+')[0]}' takes the one without"
         return f"{told}: builds with +cpu and others do not mix, so install both from one index; {plain}"
     return None
+
+
+def unseen_devices() -> str | None:
+    """Why torch sees none of the host's NVIDIA devices, and what to do; None where it does, or is to see none."""
+    import torch
+
+    count, chosen = nvidia_devices(), os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    if not count or chosen in ("", "-1") or torch.cuda.is_available():
+        return None
+    why = "is built for CPUs: install a build for CUDA"
+    if built := torch.version.cuda:
+        why = (
+            f"is built for CUDA {built}: nvidia-smi says which CUDA the driver takes; where that is less, install a "
+            "newer driver or the package cuda-compat"
+        )
+    return f"torch sees none of the {count} NVIDIA device(s) of this host, and the CPU is used. It {why}"
 
 
 def missing(name: str) -> ConfigError:

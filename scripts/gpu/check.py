@@ -1,7 +1,7 @@
 """Runs the parts of the GPU check one after the other and writes their results as one markdown table.
 
     python scripts/gpu/check.py [--out DIR] [--only PART,PART] [--size real|tiny] [--list]
-    python scripts/gpu/check.py --ranks N [--hostfile F] ...        the parts of several cards, on N ranks
+    python scripts/gpu/check.py --ranks N [--hostfile F] ...        the parts of several cards; results in DIR/ranks_N
 
 --hostfile F: DeepSpeed's list of hosts, which see this folder under the same path; N is then their ranks together.
 --size tiny runs every part on tiny shapes, also without a GPU, to try the kit itself. Exit code 1 when a part failed.
@@ -52,8 +52,14 @@ def run_part(name: str, out: Path, size: str, limit: int) -> dict:
 
 def end_group(process: subprocess.Popen) -> None:
     """End a part's process and the runs that it started, which would keep the card's memory."""
+    import psutil
+
+    below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for each in below:  # ranks have a session of their own
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait()
 
 
@@ -78,14 +84,14 @@ def table(results: list[dict], host: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="default: outputs/gpu_check, with ranks gpu_check_N")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"), help="with ranks: its folder ranks_N")
     parser.add_argument("--only", help="comma-separated parts; they run even if they are done")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--hostfile", type=Path)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and with this process its part ends
+    parts.end_by_signals()  # and with this process its part ends
     limits, usual = parts.LIMITS, list(parts.PARTS)
     if arguments.ranks > 1:
         os.environ["GPU_CHECK_RANKS"] = str(arguments.ranks)
@@ -105,8 +111,7 @@ def main() -> None:
     unknown = sorted(set(wanted) - set(limits))
     if unknown:
         parser.error(f"no part is called {', '.join(unknown)}; there are: {', '.join(limits)}")
-    folder = "gpu_check" if arguments.ranks == 1 else f"gpu_check_{arguments.ranks}"
-    out = (arguments.out or Path("outputs") / folder).resolve()
+    out = (arguments.out / ("" if arguments.ranks == 1 else f"ranks_{arguments.ranks}")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         if done_before(out / f"{name}.json", arguments.size) and not arguments.only:

@@ -4,9 +4,11 @@
 #   bash scripts/gpu/check.sh --ranks N [--hostfile F]      several cards, or several hosts
 # Each part has its own time limit and leaves a file in DIR; a part that is done is not run again, so that several
 # short visits add up. LIGHTRFT_GPU_PYTHON names an interpreter that has everything already (no set-up is made then).
+# --list needs no set-up.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${LIGHTRFT_GPU_PYTHON:-}
+case " $* " in *" --list "*) python=${python:-python3} ;; esac
 if [ -z "$python" ]; then
   bash scripts/setup.sh
   python=.venv/bin/python

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +25,8 @@ from parts import EAGER, Rows, seeing  # noqa: E402
 
 RANKS = int(os.environ.get("GPU_CHECK_RANKS", "1"))
 PATIENCE = 120.0  # seconds in which the others of a rank that is gone must have ended
-ENGINE = f"--engine_mem_util 0.25 {EAGER}"
+PROMPTS = parts.shared(4, RANKS)
+ENGINE = f"--engine_mem_util 0.25 {EAGER} --generate_max_len 64 --min_new_tokens 64"
 SAME = "--max_norm 1e9 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0"  # runs of any length begin alike
 
 
@@ -66,28 +67,24 @@ def measure_bandwidth(mib: int, result: Path, times: int = 10) -> None:
 
 
 def _against_one(
-    folder: Path, size: str, name: str, flags: str, shape: Callable = shapes.qwen_3b, divided: str = ""
+    folder: Path, size: str, flags: str, divided: Mapping[str, str], shape: Callable = shapes.qwen_3b
 ) -> Rows:
-    """The first step's loss and gradient norm, and a step's time, of all ranks against one. divided: flags that only
-    several ranks can take."""
-    found = {}
-    for alone in (True, False):
-        own = f"{name}_{'one' if alone else 'all'}"
-        more = f"{ENGINE} {SAME} {flags} {'' if alone else divided}"
-        found[alone] = seeing(folder, size, own, more, 2, max(4, RANKS), RANKS, shape, alone)
-    for metric in ("loss", "grad_norm", "reward_mean"):
-        one, all_ranks = (found[alone].steps[0][metric] for alone in (True, False))
-        yield f"{name}: {metric} of the first step, one rank and {RANKS}", f"{one:.6g}, {all_ranks:.6g}"
-    speed = found[True].median("time_step") / found[False].median("time_step")
-    yield f"{name}: {RANKS} ranks are quicker by", f"{speed:.2f}"
-    yield f"{name}: phases on {RANKS} ranks", found[False].phases()
+    """The first step of all ranks against that of one: loss, gradient norm and time. divided: by the name of a run on
+    all ranks, the flags that it alone has."""
+    flags, first = f"{ENGINE} {SAME} {flags}", "of the first step, one rank and"
+    one = seeing(folder, size, f"{next(iter(divided))}_one", flags, 1, PROMPTS, RANKS, shape, alone=True)
+    for name, own in divided.items():
+        run = seeing(folder, size, name, f"{flags} {own}", 2, PROMPTS, RANKS, shape)
+        for metric in ("loss", "grad_norm", "reward_mean", "time_step"):
+            yield f"{name}: {metric} {first} {RANKS}", f"{one.steps[0][metric]:.6g}, {run.steps[0][metric]:.6g}"
+        yield f"{name}: phases on {RANKS} ranks", run.phases()
 
 
 def zero(folder: Path, size: str) -> Rows:
-    """ZeRO-2 and ZeRO-3 of a 7B shape."""
-    for stage in (2, 3):
-        flags = f"--zero_stage {stage} --adam_offload {'true' if size == 'real' else 'false'}"
-        yield from _against_one(folder, size, f"zero_{stage}", flags, shapes.qwen_7b)
+    """ZeRO-2 and ZeRO-3 of a 7B shape, whose optimizer is on the host, against one rank."""
+    flags = f"--init_kl_coef 0 --adam_offload {'true' if size == 'real' else 'false'}"
+    divided = {f"zero_{stage}": f"--zero_stage {stage}" for stage in (2, 3)}
+    yield from _against_one(folder, size, flags, divided, shapes.qwen_7b)
 
 
 def tensor_parallel(folder: Path, size: str) -> Rows:
@@ -95,7 +92,7 @@ def tensor_parallel(folder: Path, size: str) -> Rows:
     if RANKS % 2:
         yield "skipped", f"{RANKS} ranks are no pairs"
         return
-    run = seeing(folder, size, "tensor_parallel", f"{ENGINE} --engine_tp_size 2", 2, max(4, RANKS), RANKS)
+    run = seeing(folder, size, "tensor_parallel", f"{ENGINE} --engine_tp_size 2", 2, PROMPTS, RANKS)
     mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
     yield "difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
     yield "phases, medians", run.phases()
@@ -106,20 +103,15 @@ def sequence(folder: Path, size: str) -> Rows:
     if RANKS % 2:
         yield "skipped", f"{RANKS} ranks are no pairs"
         return
-    yield from _against_one(folder, size, "sequence", "--zero_stage 2", divided="--sp_size 2")
+    yield from _against_one(folder, size, parts.optimizer(size), {"sequence": "--sp_size 2"})
 
 
 def save_and_resume(folder: Path, size: str) -> Rows:
     """A checkpoint of all ranks, its speed against the time limit of collectives, and a run that goes on from it."""
-    flags = f"{ENGINE} {SAME} --save_steps 2 --zero_stage 2 --lora_rank 0"
-    whole = seeing(folder, size, "resume_whole", flags, 4, max(4, RANKS), RANKS)
-    seeing(folder, size, "resume_parts", flags, 2, max(4, RANKS), RANKS)
-    rest = seeing(folder, size, "resume_parts", f"{flags} --resume_from auto", 4, max(4, RANKS), RANKS)
-    pairs = [(a["loss"], b["loss"]) for a, b in zip(whole.steps, rest.steps, strict=True)]
-    yield "largest difference of the loss, resumed against whole", f"{max(abs(a - b) for a, b in pairs):.1e}"
-    saved = max(whole.folder.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
+    run = yield from parts.resumed(folder, size, f"{ENGINE} {SAME}", PROMPTS, RANKS)
+    saved = next(run.folder.glob("checkpoint-[0-9]*"))
     size_bytes = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-    seconds = max(step["time_save"] for step in whole.steps if step.get("time_save"))
+    seconds = max(step["time_save"] for step in run.steps if step.get("time_save"))
     yield "a checkpoint", f"{size_bytes / 2**30:.2f} GiB in {seconds:.1f} s (collectives wait 600 s)"
 
 
@@ -127,7 +119,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
     """Flow-GRPO of the SD3.5 medium shape."""
     run = parts.drawing(folder, size, f"flow_grpo_{RANKS}", RANKS)
     yield "phases, medians", run.phases()
-    yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
+    yield "images per second of a step", f"{4 * PROMPTS / run.median('time_step'):.3f}"
 
 
 def killed_rank(folder: Path, size: str) -> Rows:
@@ -162,9 +154,9 @@ def weights_by_nccl(folder: Path, size: str) -> Rows:
     if os.environ.get("GPU_CHECK_HOSTFILE"):
         yield "skipped", "one host only"
         return
-    split, losses = f"{ENGINE} {SAME} --placement split --rollout_num_workers 1", []
+    split, losses = f"{ENGINE} {SAME} {parts.optimizer(size)} --placement split --rollout_num_workers 1", []
     for way in ("device", "host"):
-        run = seeing(folder, size, f"weights_{way}", f"{split} --weight_transfer {way}", 4, 4, alone=True)
+        run = seeing(folder, size, f"weights_{way}", f"{split} --weight_transfer {way}", 2, 4, alone=True)
         losses.append([step["loss"] for step in run.steps])
         yield f"weights by {way}: sync phase", f"{run.median('time_sync'):.2f} s"
         mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
@@ -190,14 +182,14 @@ def _rank_of(launcher: int, rank: int) -> int:
 
 
 PARTS: parts.Parts = {  # with its time limit in seconds; 20 minutes in sum
-    "bandwidth": (bandwidth, 60),
-    "zero": (zero, 340),
-    "tensor_parallel": (tensor_parallel, 120),
-    "sequence": (sequence, 160),
-    "save_and_resume": (save_and_resume, 200),
-    "flow_grpo": (flow_grpo, 100),
-    "killed_rank": (killed_rank, 120),
-    "weights_by_nccl": (weights_by_nccl, 100),
+    "bandwidth": (bandwidth, 45),
+    "zero": (zero, 290),
+    "tensor_parallel": (tensor_parallel, 95),
+    "sequence": (sequence, 145),
+    "save_and_resume": (save_and_resume, 260),
+    "flow_grpo": (flow_grpo, 80),
+    "killed_rank": (killed_rank, 110),
+    "weights_by_nccl": (weights_by_nccl, 175),
 }
 
 

@@ -5,10 +5,11 @@ python scripts/gpu/parts.py PART FOLDER real|tiny      runs one part; check.py d
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import shapes  # noqa: E402
-
-from lightrft_visual.runtime.files import read_jsonl  # noqa: E402
 
 Rows = Iterator[tuple[str, str]]
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12}  # dense bf16, as the makers state it
@@ -77,10 +76,17 @@ def started(program: Sequence[str], ranks: int) -> list[str]:
     return [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", str(ranks), *program]
 
 
+def shared(prompts: int, ranks: int) -> int:
+    """The least number of prompts from this one on that the ranks share evenly."""
+    return -(-prompts // ranks) * ranks
+
+
 class Run:
     """One run of an example script in a process of its own, or on several ranks. Raises RuntimeError when it fails."""
 
     def __init__(self, script: str, folder: Path, flags: str | list[str], ranks: int = 1):
+        from lightrft_visual.runtime.files import read_jsonl
+
         self.folder = folder
         (folder / "..").resolve().mkdir(parents=True, exist_ok=True)
         words = flags.split() if isinstance(flags, str) else flags
@@ -138,9 +144,9 @@ def seeing_flags(
     real = size == "real"
     kind = f"{shape.__name__}_" if shape is not shapes.qwen_3b and real else ""
     model = shapes.vision_language(folder / "models" / f"qwen2_5_vl_{kind}{size}", size, shape)
-    data = shapes.questions(folder / "questions", 64 if real else 8, 448 if real else 56)
+    prompts, new = (prompts, 256) if real else (shared(2, ranks), 8)
+    data = shapes.questions(folder / "questions", max(prompts, 64 if real else 8), 448 if real else 56)
     (folder / "reward.py").write_text(REWARD)
-    prompts, new = (prompts, 256) if real else (max(2, ranks), 8)
     precision = "--bf16 true" if real else ""
     return (
         f"{SEEING} --pretrain {model} --prompt_data {data} --reward_fn {folder / 'reward.py'}:score {precision} "
@@ -150,8 +156,8 @@ def seeing_flags(
 
 
 def engines(folder: Path, size: str) -> Rows:
-    """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs, and
-    one of transformers."""
+    """The engine of each embedded family starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA
+    graphs, and one of transformers."""
     from lightrft_visual.models.tiny.vlm import FAMILIES
 
     yield from _engines(folder, size, FAMILIES, "vllm", "--engine_mem_util 0.2")
@@ -232,13 +238,18 @@ def routing(folder: Path, size: str) -> Rows:
 
 
 def grpo(folder: Path, size: str) -> Rows:
-    """All weights trained; the optimizer on the host where its 45 GiB and the engine's do not fit on the card."""
+    """All weights trained."""
+    where = optimizer(size)
+    run = seeing(folder, size, "grpo", f"{where} --engine_mem_util 0.25")
+    yield "the optimizer on the host", where.split()[1]
+    yield from _speed(run)
+
+
+def optimizer(size: str) -> str:
+    """On the host where its 45 GiB, of the 3B shape on one rank, and the engine's do not fit on the card."""
     from deepspeed.accelerator import get_accelerator
 
-    offload = "false" if size == "real" and get_accelerator().total_memory() > ROOMY else "true"
-    run = seeing(folder, size, "grpo", f"--adam_offload {offload} --engine_mem_util 0.25")
-    yield "the optimizer on the host", offload
-    yield from _speed(run)
+    return f"--adam_offload {'false' if size == 'real' and get_accelerator().total_memory() > ROOMY else 'true'}"
 
 
 def grpo_lora(folder: Path, size: str) -> Rows:
@@ -318,12 +329,18 @@ def sleep(folder: Path, size: str) -> Rows:
 def resume(folder: Path, size: str) -> Rows:
     """Two steps, a checkpoint, two more; against four at once. Tiny shapes in fp32."""
     # A schedule that does not depend on the number of steps: the first half then is the same run.
-    flags = f"--engine_mem_util 0.2 {EAGER} --save_steps 2 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0"
-    whole = seeing(folder, "tiny", "resume_whole", flags, steps=4)
-    seeing(folder, "tiny", "resume_parts", flags, steps=2)
-    rest = seeing(folder, "tiny", "resume_parts", f"{flags} --resume_from auto", steps=4)
+    flags = f"--engine_mem_util 0.2 {EAGER} --lr_scheduler constant_with_warmup --lr_warmup_ratio 0"
+    yield from resumed(folder, "tiny", flags)
+
+
+def resumed(folder: Path, size: str, flags: str, prompts: int = 16, ranks: int = 1) -> Generator[Any, None, Run]:
+    """Returns the run of two steps, a checkpoint after each, and two more; it is compared with one of four at once."""
+    whole = seeing(folder, size, "resume_whole", flags, 4, prompts, ranks)
+    seeing(folder, size, "resume_parts", f"{flags} --save_steps 1", 2, prompts, ranks)
+    rest = seeing(folder, size, "resume_parts", f"{flags} --resume_from auto", 4, prompts, ranks)
     pairs = [(a["loss"], b["loss"]) for a, b in zip(whole.steps, rest.steps, strict=True)]
     yield "largest difference of the loss, resumed against whole", f"{max(abs(a - b) for a, b in pairs):.1e}"
+    return rest
 
 
 def again(folder: Path, size: str) -> Rows:
@@ -356,16 +373,16 @@ def flow_grpo(folder: Path, size: str) -> Rows:
 
 
 def drawing(folder: Path, size: str, name: str, ranks: int = 1) -> Run:
-    """Three steps of 16 images on random weights of the given size."""
-    real = size == "real"
+    """Three steps of 4 images for each of 4 prompts, or more for the ranks to share, on random weights."""
+    real, prompts = size == "real", shared(4, ranks)
     model = shapes.stable_diffusion_3(folder / "models" / f"sd3_{size}", size)
     (folder / "reward.py").write_text(REWARD)
     side, precision = (512, "--bf16 true") if real else (32, "")
     flags = (
-        f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, 16)} --height {side} --width {side} "
-        f"--reward_fn {folder / 'reward.py'}:bright --num_steps {10 if real else 3} --rollout_batch_size 4 {precision} "
-        "--train_batch_size 16 --micro_rollout_batch_size 16 --micro_train_batch_size 4 --max_steps 3 "
-        f"--gradient_checkpointing {'auto' if real else 'false'}"
+        f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, max(16, prompts))} "
+        f"--height {side} --width {side} --reward_fn {folder / 'reward.py'}:bright --num_steps {10 if real else 3} "
+        f"--rollout_batch_size {prompts} --train_batch_size {4 * prompts} --micro_rollout_batch_size 16 "
+        f"--micro_train_batch_size 4 {precision} --max_steps 3 --gradient_checkpointing {'auto' if real else 'false'}"
     )
     return Run("train_flow_grpo.py", folder / name, flags, ranks)
 
@@ -386,6 +403,13 @@ def reward_fl(folder: Path, size: str) -> Rows:
     yield "seconds a step", f"{run.median('time_step'):.2f}"
     yield "peak memory, and the plan's", run.peak
     yield from _work(run)
+
+
+def end_by_signals() -> None:
+    """SIGTERM and SIGHUP, this one not under nohup, raise SystemExit here: what runs below ends with this process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda got, _: sys.exit(128 + got))
 
 
 def write_whole(path: Path, text: str) -> None:

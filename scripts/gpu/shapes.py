@@ -1,6 +1,7 @@
 """Models of published shapes with random weights, built on the spot: what is measured is speed and memory, not answers.
 
-Sizes are those of the published configurations; tokenizers, and text encoders' depth, are small.
+Sizes are those of the published configurations; tokenizers, and text encoders' depth, are small. Libraries are imported
+where they are used: to list the parts needs none.
 """
 
 import contextlib
@@ -10,9 +11,6 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
-from PIL import Image, ImageDraw
 
 QWEN_3B_TEXT = {
     "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
@@ -70,6 +68,7 @@ def vision_language(folder: Path, size: str, shape: Callable[..., Any] = qwen_3b
         return folder
     if size == "tiny":
         return build_tiny_checkpoint(folder, "qwen2_5_vl", texts=TEXTS)
+    import torch
     from transformers import AutoModelForImageTextToText
 
     tokenizer = build_tokenizer(TEXTS)
@@ -86,6 +85,7 @@ def vision_language(folder: Path, size: str, shape: Callable[..., Any] = qwen_3b
 
 def mixture_of_experts(folder: Path) -> Path:
     """A tiny Qwen3-VL-MoE, 4 of 32 experts a token."""
+    import torch
     from transformers import Qwen3VLMoeConfig
 
     from lightrft_visual.models.tiny.vlm import build_processor, build_tiny_model, build_tokenizer, tiny_config
@@ -109,6 +109,7 @@ def mixture_of_experts(folder: Path) -> Path:
 @contextlib.contextmanager
 def _on_the_card() -> Iterator[None]:
     """Draw random weights on the device (on the host it takes a minute and more) and leave its memory free."""
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     torch.manual_seed(0)
@@ -123,6 +124,7 @@ def without_weights() -> Iterator[None]:
     """Inside it models are built on meta tensors, and of them only configurations are saved."""
     from unittest.mock import patch
 
+    import torch
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
@@ -141,6 +143,8 @@ def without_weights() -> Iterator[None]:
 
 def questions(folder: Path, count: int, side: int) -> Path:
     """`count` rows with an image of side x side pixels each; returns the jsonl file."""
+    from PIL import Image, ImageDraw
+
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     rows = []
@@ -172,6 +176,7 @@ def _clip(tokenizer, width: int):
 
 def stable_diffusion_3(folder: Path, size: str) -> Path:
     """A Stable Diffusion 3 pipeline: the shape of 3.5 medium, or with size tiny the embedded one's, untrained."""
+    import torch
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -214,6 +219,7 @@ def stable_diffusion_3(folder: Path, size: str) -> Path:
 
 def wan(folder: Path, size: str) -> Path:
     """A Wan text-to-video pipeline: the shape of 2.1 1.3B, or with size tiny a few thousand weights."""
+    import torch
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 

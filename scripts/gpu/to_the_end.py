@@ -14,6 +14,7 @@ of the card, cost, device and versions. --docs also writes it into that page, be
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import random
@@ -118,12 +119,14 @@ def visit(command: list[str], folder: Path, seconds: float) -> tuple[int, float]
     with open(folder / "visits.log", "a", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
         try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            code = process.wait(SAVING)
-        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+        finally:  # its time is over, or a signal ends this process
             if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            try:
+                code = process.wait(SAVING)
+            finally:
                 process.kill()
     return code, time.monotonic() - began
 
@@ -182,6 +185,7 @@ def main() -> int:
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--docs", type=Path)
     arguments, more = parser.parse_known_args()
+    parts.end_by_signals()
     began, folder = time.monotonic(), arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     start, usual = RUNS[arguments.name]

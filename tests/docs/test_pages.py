@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
+from lightrft_visual import __version__
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
 from lightrft_visual.config.leaves import names_of
@@ -73,6 +75,11 @@ def test_defaults_are_those_of_the_configuration() -> None:
     for name, value in re.findall(r"`--([a-z_]+) ([0-9.]+)`", DOCS["algorithms"]):
         if name in ("overlong_buffer_len", "overlong_buffer_penalty_factor", "lambd", "init_kl_coef", "tis_cap"):
             assert value in (str(getattr(config, name)), "0"), name
+
+
+def test_the_version_is_not_below_the_last_one_of_the_changelog() -> None:
+    (last, *_) = re.findall(r"^## ([0-9.]+) ", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert Version(__version__) > Version(last)
 
 
 def test_rows_of_the_data_page_parse() -> None:

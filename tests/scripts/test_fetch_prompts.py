@@ -42,6 +42,19 @@ def test_files_are_fetched_once_below_the_data_root(served, tmp_path, monkeypatc
     assert open_source("ocr/test.txt", "train")[0]["prompt"] == 'A sign that says "Three"'
 
 
+@pytest.mark.parametrize(("variable", "root"), [("VRL_DATA_ROOT", "theirs"), (None, "data")])
+def test_the_settings_that_name_a_set_are_printed_and_find_it(served, tmp_path, monkeypatch, capsys, variable, root):
+    monkeypatch.delenv("LIGHTRFT_DATA", raising=False)
+    monkeypatch.delenv("VRL_DATA_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    if variable:
+        monkeypatch.setenv(variable, root)
+    assert fetch_prompts.main(["ocr", "--base_url", served[0]]) == 0
+    settings = dict(word.split("=") for word in capsys.readouterr().out.splitlines()[-1].split())
+    assert settings == {"data.manifest": f"{root}/ocr/train.txt", "data.eval_manifest": f"{root}/ocr/test.txt"}
+    assert len(open_source(settings["data.manifest"], "train")) == 2
+
+
 def test_without_a_network_or_by_an_unknown_name_it_says_what_to_do(tmp_path, capsys) -> None:
     assert fetch_prompts.main(["ocr", "--base_url", "http://127.0.0.1:1", "--folder", str(tmp_path)]) == 1
     told = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -146,12 +147,12 @@ import pathlib, subprocess, sys
 if sys.argv[1] == "slow":
     run = "import pathlib, sys, time\nwhile True:\n    pathlib.Path(sys.argv[1]).touch()\n    time.sleep(0.05)"
     pathlib.Path(sys.argv[2], "slow.rows.json").write_text('[["a", "1"]]')
-    subprocess.run([sys.executable, "-c", run, pathlib.Path(sys.argv[2], "alive")])
+    subprocess.run([sys.executable, "-c", run, pathlib.Path(sys.argv[2], "alive")], start_new_session=True)
 """
 
 
 def test_a_part_that_is_cut_off_keeps_its_rows_and_its_runs_end_too(tmp_path, monkeypatch):
-    """They would keep the card's memory from the next part."""
+    """They would keep the card's memory from the next part. Ranks have sessions of their own."""
     monkeypatch.setattr(check, "HERE", tmp_path)
     (tmp_path / "parts.py").write_text(CUT_OFF)
     result = check.run_part("slow", tmp_path, "real", 4)
@@ -200,4 +201,48 @@ def test_parts_of_several_ranks_follow_one_that_fails_and_are_told_in_one_table(
         check.main()
     told = capsys.readouterr().out
     assert "bandwidth: exit code 3; see bandwidth.log" in told and "zero: ok" in told
-    assert json.loads((tmp_path / "zero.json").read_text())["part"] == "zero" and "| zero | whole part |" in told
+    assert json.loads((tmp_path / "ranks_2" / "zero.json").read_text())["part"] == "zero"
+    assert "| zero | whole part |" in told
+
+
+def test_a_part_that_one_card_has_done_is_still_to_be_done_by_several_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    monkeypatch.setattr(parts, "host", lambda: {"device": "some card"})
+    monkeypatch.setenv("GPU_CHECK_RANKS", "another")
+    monkeypatch.setattr(parts, "end_by_signals", lambda: None)
+    monkeypatch.setattr(node, "PARTS", {"flow_grpo": node.PARTS["flow_grpo"]})
+    (tmp_path / "node.py").touch()
+    (tmp_path / "flow_grpo.json").write_text('{"part": "flow_grpo", "size": "tiny", "error": null}')
+    monkeypatch.setattr(sys, "argv", ["check.py", "--ranks", "2", "--size", "tiny", "--out", str(tmp_path)])
+    for told in ("flow_grpo: ok", "flow_grpo: done before"):
+        with pytest.raises(SystemExit, match="False"):
+            check.main()
+        assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("prompts", "ranks", "shared"), [(4, 1, 4), (4, 2, 4), (4, 3, 6), (4, 8, 8)])
+def test_prompts_of_a_part_are_as_many_as_its_ranks_can_share(prompts, ranks, shared):
+    assert parts.shared(prompts, ranks) == shared
+
+
+def test_a_hangup_ends_the_kit_unless_it_is_ignored_as_under_nohup(monkeypatch):
+    for before, taken in ((signal.SIG_DFL, {signal.SIGTERM, signal.SIGHUP}), (signal.SIG_IGN, set())):
+        handlers = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "getsignal", lambda number, before=before: before)
+            patch.setattr(signal, "signal", handlers.__setitem__)
+            parts.end_by_signals()
+        assert handlers.keys() == taken
+        for number, handler in handlers.items():
+            with pytest.raises(SystemExit, match=str(128 + number)):
+                handler(number, None)
+
+
+def test_the_parts_are_listed_by_an_interpreter_that_has_nothing_installed(tmp_path):
+    (tmp_path / "python3").write_text(f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    listed = subprocess.run(
+        ["bash", KIT / "check.sh", "--ranks", "2", "--list"], capture_output=True, text=True, timeout=60,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert "killed_rank: at most" in listed.stdout and listed.returncode == 0, listed.stderr

