@@ -135,11 +135,15 @@ class ParityGate:
             batch: prompts to sample from.
         """
         rollouts, settings = self._probe(batch)
+        self.engine.sleep(keep_weights=False)  # so that there is room for both models
         own = 0.0
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
             theirs, _ = self._scores(reference, rollouts, settings)
             own = log_prob_difference(ours, theirs, samples.action_mask, mean=True)
+        if self.engine.lacks_weights:
+            self.engine.wake()
+            self.reload()
         difference = collectives.all_reduce_max(torch.tensor([own])).item()
         if difference > REFERENCE_TOLERANCE:
             raise RolloutError(

@@ -135,6 +135,26 @@ def test_a_reference_that_is_not_the_starting_policy_is_found_before_the_first_s
         gate.check_reference(lambda inputs, rule: rig.score(inputs, rule) - 0.01, mixed_prompts())
 
 
+def test_the_engine_sleeps_while_the_reference_is_compared_and_has_its_weights_again(rig):
+    gate, told = gate_of(rig, shift=0.0), []
+    engine = gate.engine
+    gate.reload = lambda: told.append("weights")
+
+    def sleep(keep_weights):
+        told.append("asleep")
+        engine.lacks_weights = not keep_weights
+
+    engine.sleep, engine.wake = sleep, lambda: told.append("awake")
+
+    def score(inputs, rule):
+        told.append("scores")
+        return rig.score(inputs, rule)
+
+    gate.score = score
+    gate.check_reference(score, text_prompts())
+    assert told == ["asleep", "scores", "scores", "awake", "weights"]
+
+
 def test_differences_under_a_mask():
     ours, theirs = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -2.1, 0.0]])
     mask = torch.tensor([[True, True, False]])

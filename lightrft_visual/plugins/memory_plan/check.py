@@ -18,8 +18,8 @@ from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...runtime import collectives
 from ...runtime.presence import ranks_on_host, ranks_started
-from .process import cpu, present
-from .shapes import language_model, near_shipped
+from .process import accelerators, cpu, present
+from .shapes import near_shipped
 from .table import Plan
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def named_device(config: AnyConfig) -> tuple[Device, int, int]:
     named = config.plan.plan_world_size or (config.distributed.split and config.distributed.resources.trainer_ranks)
     if name in (None, PRESENT, "cpu"):
         ranks = named or here
-        local = min(ranks, local) if here > 1 else ranks
+        cards = 0 if name == "cpu" else accelerators()
+        local = min(ranks, local if here > 1 else cards or ranks)
         return (cpu(local) if name == "cpu" else present(local)), ranks, local
     device = DEVICES[name]
     ranks = named or (here if here > 1 else device.ranks)
@@ -137,23 +138,24 @@ class Planner:
         device, ranks, local = self.device, self.ranks, self.local
         if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
             return None
+        from .reward_models import judges_of
+
         if isinstance(config, DiffusionRunConfig):
-            from .diffusion import Computed, DiffusionPlanner
-            from .pipelines import pipeline_policy
+            from .diffusion import DiffusionPlanner, computed_models
 
-            policy = pipeline_policy(config)
-            if policy is None:
+            computed = computed_models(config)
+            if computed["policy"] is None:
                 return None
-            computed = Computed(config, policy)
-            return lambda each: DiffusionPlanner(each, computed, device, ranks, local).plan()
+            judges = judges_of(config, self.online)
+            return lambda each: DiffusionPlanner(each, computed, judges, device, ranks, local).plan()
         from .vl import VLPlanner
-        from .vl_shape import VLShape
+        from .vl_shape import shapes_of
 
-        model = language_model(config.model, self.online, config.data.prompt_data)
-        if model is None:
+        shapes = shapes_of(config, self.online)
+        if shapes["policy"] is None:
             return None
-        shape = VLShape(config, model)
-        return lambda each: VLPlanner(each, shape, device, ranks, local).plan()
+        judges = judges_of(config, self.online)
+        return lambda each: VLPlanner(each, shapes, judges, device, ranks, local).plan()
 
     def chooses_checkpointing(self, config: AnyConfig) -> bool:
         """Whether gradient_checkpointing is left to the plan."""
@@ -195,7 +197,7 @@ class Planner:
 
     def limits(self, config: AnyConfig) -> dict[Size, int]:
         """The sizes to choose, and more than which a rank has no use for."""
-        own = max(1, ceil(config.train.train_batch_size / self.ranks))
+        own = max(1, ceil(config.train.train_batch_size * config.distributed.sp_size / self.ranks))
         if isinstance(config, DiffusionRunConfig):
             if config.algorithm.entry.trains_on == "reward":  # its rollout is its training
                 return {("train", "micro_train_batch_size"): own}

@@ -1,17 +1,20 @@
 """The plan of a diffusion run: what one rank holds while it loads, generates, scores, trains and syncs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import astuple, replace
 from functools import cache
 from math import ceil, prod
+from pathlib import Path
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...algorithms.diffusion import training_guidance
-from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, trained_steps
+from ...config.diffusion import DiffusionRunConfig, gradient_steps, lora_folders, rollout_noise, trained_steps
 from ...config.placement import GIB, Device
 from ...config.shared import NONE, RECOMPUTES
 from ...experience.vision import MASK, NEGATIVE
@@ -19,8 +22,9 @@ from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
 from ...runtime.host_copies import MOST_PINNED
 from .meta import Held, Work, held_bytes, remembered, weights_bytes
+from .pipelines import pipeline_policy
 from .process import program
-from .reward_models import judges_of, judging, reward_items
+from .reward_models import RewardModel, judging, reward_items
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, HOST_MEMORY, Speeds
 from .zero import FP32, Model, Zero, in_use
@@ -30,6 +34,20 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors", "i
 FEW_SAMPLES = 2  # that are looked at
 FEW_FRAMES, MORE_FRAMES = 3, 5  # latent frames that are looked at of a video
 STEP_CALLS = 80  # operations of a step beside the network: of the sampler, or of the loss
+
+
+def computed_models(config: DiffusionRunConfig) -> dict[str, "Computed | None"]:
+    """Those of a run's policy and teacher, if it has one; None for one whose shape is not known. A teacher that is a
+    folder of LoRA weights is as the policy."""
+    policy, path = pipeline_policy(config), config.model.teacher_pretrain
+    found = {"policy": None if policy is None else Computed(config, policy)}
+    if path is not None:
+        other = deepcopy(config)
+        other.model.pretrain, other.model.lora_rank = path, 0
+        as_policy = bool(lora_folders(path)) and not Path(path, DiffusionPipeline.config_name).is_file()
+        teacher = None if as_policy else pipeline_policy(other)
+        found["teacher"] = found["policy"] if as_policy else None if teacher is None else Computed(other, teacher)
+    return found
 
 
 class Computed:
@@ -157,14 +175,19 @@ class Computed:
 
 
 class DiffusionPlanner:
-    """Puts a plan together; `plan()` is all that others call."""
+    """Puts a plan together; `plan()` is all that others call. models: as of `computed_models`, the policy's known."""
 
-    def __init__(self, config: DiffusionRunConfig, computed: Computed, device: Device, ranks: int, local: int):
-        self.config, self.computed, self.device, self.ranks, self.local = config, computed, device, ranks, local
+    def __init__(
+        self, config: DiffusionRunConfig, models: Mapping[str, Computed | None], judges: Mapping[str, RewardModel],
+        device: Device, ranks: int, local: int,
+    ) -> None:  # fmt: skip
+        self.config, self.models, self.judges = config, models, judges
+        self.device, self.ranks, self.local = device, ranks, local
+        self.computed = computed = models["policy"]
         self.policy = computed.policy
         self.speeds = Speeds.of(device, computed.width, ranks, local)
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
-        self.model, self.judges = Model.of(self.policy, computed.width), judges_of(config)
+        self.model = Model.of(self.policy, computed.width)
         s, a, train = config.sampling, config.algorithm, config.train
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
         self.drawn = min(self.samples, s.micro_rollout_batch_size)  # at once
@@ -173,8 +196,8 @@ class DiffusionPlanner:
         self.micro = min(self.own, train.micro_train_batch_size)
         self.rewarded = a.entry.trains_on == "reward"
         self.reference = a.beta > 0 or a.entry.reference
-        taught = config.model.teacher_pretrain is not None
-        self.others = self.reference + config.keeps_old_policy + taught  # that run beside the trained network
+        beside = [computed] * (self.reference + config.keeps_old_policy) + [models.get("teacher")]
+        self.beside = [each for each in beside if each is not None]  # whose forwards run beside the trained network's
         self.steps, self.together, self.guidance = trained_steps(config), train.steps_per_forward, s.guidance_scale
         if self.rewarded:
             self.steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
@@ -192,7 +215,10 @@ class DiffusionPlanner:
         own = {name: getattr(self.config.model, name) for name in ("use_gradient_checkpointing_offload", "vae_tiling")}
         used = in_use(self.config, **own, offload_trainer=True)  # a setting of vision-language runs
         tokens = 0.0  # a denoiser's are not counted
-        return Plan(about, self.device, self.ranks, self.local, phases, used, self._trained_work(), tokens)
+        unknown = [name for name, each in self.models.items() if each is None]
+        unknown += [name for name, each in self.judges.items() if not each.model.numbers]
+        trained = self._trained_work()
+        return Plan(about, self.device, self.ranks, self.local, phases, used, trained, tokens, tuple(unknown))
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
@@ -218,8 +244,9 @@ class DiffusionPlanner:
         copy = FP32 * self.model.trained / share
         if config.train.enable_ema:
             items.append(Item("average of the weights (EMA), fp32", copy, "lora_rank, enable_ema false"))
-        if config.model.teacher_pretrain is not None:
-            items.append(Item("teacher: weights", self.model.bytes, "a smaller teacher_pretrain"))
+        if (teacher := self.models.get("teacher")) is not None:
+            size = Model.of(teacher.policy, teacher.width).bytes
+            items.append(Item("teacher: weights", size, "a smaller teacher_pretrain"))
         if config.keeps_old_policy:
             items.append(Item("old policy, fp32", copy, "lora_rank"))
         if self.reference and config.model.lora_rank == 0:
@@ -268,7 +295,7 @@ class DiffusionPlanner:
         always = self._always(stepped=False)
         moments = [always] if self.device.on_cpu else [[*always, copy]]
         size = self.model.bytes + self._parts(*ENCODERS, "vae")
-        return Phase.fullest("load", size / DISK, *moments)
+        return Phase.fullest("load", size / DISK, self.device.on_cpu, *moments)
 
     def _generate(self) -> Phase:
         """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains."""
@@ -283,7 +310,8 @@ class DiffusionPlanner:
             [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, lent, decoded],
         ]
-        return Phase.fullest("generate", 0.0 if self.rewarded else self._generate_seconds(), *moments)
+        seconds = 0.0 if self.rewarded else self._generate_seconds()
+        return Phase.fullest("generate", seconds, self.device.on_cpu, *moments)
 
     def _generate_seconds(self) -> float:
         """Texts, all denoising steps, and the decoder over this rank's samples."""
@@ -295,11 +323,11 @@ class DiffusionPlanner:
         gathered = self.speeds.gathering(self.zero, self.model, turns * steps)
         return seconds + self.speeds.seconds(decoded) + gathered + self._encode_seconds()
 
-    def _denoising(self, count: int, guidance: float, backward: bool) -> Work:
-        """Of a step of the network over `count` samples, and of the sampler's or the loss's operations after it."""
-        return self.computed.denoised(count, guidance, backward=backward).work + Work(
-            calls=STEP_CALLS * (1 + 2 * backward)
-        )
+    def _denoising(self, count: int, guidance: float, backward: bool, of: Computed | None = None) -> Work:
+        """Of a step of the network, or of another one, over `count` samples, and of the sampler's or the loss's
+        operations after it."""
+        work = (of or self.computed).denoised(count, guidance, backward=backward).work
+        return work + Work(calls=STEP_CALLS * (1 + 2 * backward))
 
     def _encode_seconds(self) -> float:
         """Text encoders and VAE to the device and back, and the step's different texts through the encoders."""
@@ -332,7 +360,8 @@ class DiffusionPlanner:
         """Reward models are at work one after the other, functions on the host."""
         held = [*self._drawn(), self._graphs()]
         seconds = judging(self.judges, self.speeds, self.samples, 0)
-        return Phase.fullest("score", seconds, *([*self._always(judge=name), *held] for name in self.judges or [None]))
+        moments = ([*self._always(judge=name), *held] for name in self.judges or [None])
+        return Phase.fullest("score", seconds, self.device.on_cpu, *moments)
 
     def _train(self) -> Phase:
         always, zero, model = self._always(("vae",) if self.rewarded else (), training=True), self.zero, self.model
@@ -348,7 +377,7 @@ class DiffusionPlanner:
         backward = [*always, *batch, *zero.gathered(model), *zero.gradients("denoisers", model, micro_batches), *held]
         kept = [*always, *batch, *zero.gradients("denoisers", model, 1), self._graphs(), self._beside_graphs()]
         step = [*always, *batch, *zero.step("denoisers", model)]
-        return Phase.fullest("train", self._train_seconds(), backward, kept, step)
+        return Phase.fullest("train", self._train_seconds(), self.device.on_cpu, backward, kept, step)
 
     def _train_seconds(self) -> float:
         """Of all updates: forwards and backwards, what the ranks exchange, and the optimizer's step."""
@@ -384,12 +413,11 @@ class DiffusionPlanner:
         samples, turns = (self.drawn, self.steps) if kept else (self.micro, ceil(self.steps / self.together))
         count = ceil(samples / self.sequence) if kept else self._replayed_at_once()
         share = self.steps * samples / self.sequence / (turns * count)
-        work, beside = self._denoising(count, self.guidance, True), Work()
-        if kept or self.others:
-            beside = self._denoising(count, self.guidance, False)
+        work = self._denoising(count, self.guidance, True)
         if kept:  # the forward was the rollout's
-            work += beside.times(-1.0)
-        each = self.speeds.seconds(work.times(share, 1)) + self.others * self.speeds.seconds(beside.times(share, 1))
+            work += self._denoising(count, self.guidance, False).times(-1.0)
+        beside = [self._denoising(count, self.guidance, False, of) for of in self.beside]
+        each = sum(self.speeds.seconds(one.times(share, 1)) for one in (work, *beside))
         return turns * each * self.micro / samples
 
     def _drawn_for_reward(self) -> float:
@@ -412,11 +440,15 @@ class DiffusionPlanner:
         return [Item(latents.name, latents.bytes * self.sequence, latents.lower, HOST), update, *others]
 
     def _replayed(self) -> tuple[float, float]:
-        """(device, host) bytes of a micro-batch of denoising steps, forward and backward."""
-        count, beside = self._replayed_at_once(), 0
-        if self.others:  # they run while the graph is there
-            beside = self.computed.denoised(count, self.guidance, backward=False).peak
-        return self._on_device(self.computed.denoised(count, self.guidance, backward=True), 1, beside)
+        """(device, host) bytes of a micro-batch of denoising steps, forward and backward. Others run while its graph is
+        there. Of several trained experts the first and the last graph of an update has a sample of each other one."""
+        count = self._replayed_at_once()
+        held = self.computed.denoised(count, self.guidance, backward=True)
+        if len(self.policy.trainable) > 1:
+            more = self.computed.denoised(1, 1.0, backward=True).kept
+            held = held._replace(kept=held.kept + more, peak=held.peak + more)
+        beside = max((each.denoised(count, self.guidance, backward=False).peak for each in self.beside), default=0)
+        return self._on_device(held, 1, beside)
 
     def _beside_graphs(self) -> Item:
         """The reference's forward over all kept steps of a micro-batch of the rollout."""
@@ -444,4 +476,4 @@ class DiffusionPlanner:
 
     def _sync(self) -> Phase:
         """Sampling uses the trained weights themselves."""
-        return Phase.fullest("sync", 0.0, self._always())
+        return Phase.fullest("sync", 0.0, self.device.on_cpu, self._always())

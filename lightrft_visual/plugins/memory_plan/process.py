@@ -50,6 +50,14 @@ def host_memory() -> float:
     return min(limits)
 
 
+def accelerators() -> int:
+    """Those of this host; 0 without any."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return 0 if accelerator.device_name() == "cpu" else accelerator.device_count()
+
+
 def cpu(local: int) -> Device:
     """This host without an accelerator, shared by `local` ranks. Its products are measured, once in a process."""
     memory = host_memory() / local

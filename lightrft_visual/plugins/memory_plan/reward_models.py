@@ -13,13 +13,15 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 from ...config.shared import RewardConfig
 from ...rewards.recipe import Recipe, RecipeEntry, recipe_from_components, recipe_of
 from ...rewards.registry import find_scorer, named_entries, own_settings, scorer_names
+from ...runtime.hub import fetch_model
 from .meta import Work, on_meta
 from .shapes import find_shipped
-from .table import Item
+from .table import HOST, Item
 from .times import Speeds
 from .zero import Model, Zero
 
 SEEN = 256  # tokens of an image in a scorer such as CLIP ViT-L/14
+UNKNOWN = Model(0, 0, 0, 0, width=0)  # one whose shape is nowhere to be found
 
 
 @dataclass(frozen=True)
@@ -31,41 +33,37 @@ class RewardModel:
     divided: bool
 
 
-def judges_of(config: Any) -> dict[str, RewardModel]:
-    """Those of a run, without the models that are in Ray actors, on devices which are not planned."""
+def judges_of(config: Any, online: bool = False) -> dict[str, RewardModel]:
+    """Those of a run, without the models that are in Ray actors, on devices which are not planned. online: the hub may
+    be asked."""
     reward = config.reward
     if config.distributed.resources.rewards_placed:
         reward = replace(reward, reward_pretrain=None)
     gold = config.guard.gold(reward)
-    return reward_models({"reward model": reward} | ({} if gold is None else {"gold": gold}))
+    return reward_models({"reward model": reward} | ({} if gold is None else {"gold": gold}), online)
 
 
-def reward_models(rewards: Mapping[str, RewardConfig]) -> dict[str, RewardModel]:
+def reward_models(rewards: Mapping[str, RewardConfig], online: bool = False) -> dict[str, RewardModel]:
     """Those of several reward engines, by name: checkpoints of `reward_pretrain`, and of the scorers that have a model.
 
-    rewards: configurations by what the models are called. A hub name that is neither in the cache nor shipped here is
-    left out: its shape is nowhere to be found.
+    rewards: configurations by what the models are called. online: the hub may be asked.
     """
     found = {}
     for what, reward in rewards.items():
         for name, path in named_entries(reward.reward_pretrain).items():
-            model = _judge(path)
-            if model is not None:
-                found[f"{what} {name}"] = RewardModel(model, reward.reward_cpu_offload, divided=True)
+            found[f"{what} {name}"] = RewardModel(_judge(path, online), reward.reward_cpu_offload, divided=True)
         for entry in _scorers(reward):
             for number, (setting, path, offload, width) in enumerate(_checkpoints(entry)):
-                model = _scorers_model(path, width)
-                if model is not None:
-                    called = f"{what} {entry.name}{f' ({setting})' if number else ''}"
-                    found[called] = RewardModel(model, offload, divided=False)
+                called = f"{what} {entry.name}{f' ({setting})' if number else ''}"
+                found[called] = RewardModel(_scorers_model(path, online, width), offload, divided=False)
     return found
 
 
-def _judge(path: str) -> Model | None:
+def _judge(path: str, online: bool) -> Model:
     """A checkpoint of `reward_pretrain`, in the precision that it is stored in."""
-    config = _read(path)
+    config, _ = _read(path, online)
     if config is None:
-        return None
+        return UNKNOWN
     text = "Sequence" in (config.architectures or [""])[0]
     auto = AutoModelForSequenceClassification if text else AutoModelForImageTextToText
     dtype = config.dtype or torch.float32
@@ -73,24 +71,29 @@ def _judge(path: str) -> Model | None:
     return Model.of(module.requires_grad_(False), dtype.itemsize)
 
 
-def _scorers_model(path: str, width: int | None = None) -> Model | None:
+def _scorers_model(path: str, online: bool, width: int | None) -> Model:
     """A checkpoint that a scorer loads, such as CLIP's; width: bytes of a weight, default: as it is stored."""
-    known = None if Path(path).is_dir() else find_shipped(path)
-    config = _read(path) if known is None else AutoConfig.for_model(known.pop("model_type"), **known)
-    if config is None:
-        return None
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind is None and known is None:
-        return None
+    config, shipped = _read(path, online)
+    kind = None if config is None else getattr(transformers, (config.architectures or [""])[0], None)
+    if config is None or (kind is None and not shipped):
+        return UNKNOWN
     module = on_meta(lambda: kind(config) if kind else AutoModelForImageTextToText.from_config(config))
     return Model.of(module.requires_grad_(False), width or (config.dtype or torch.float32).itemsize)
 
 
-def _read(path: str):
+def _read(path: str, online: bool) -> tuple[Any, bool]:
+    """(configuration, whether it is shipped here); None for one that is nowhere to be found."""
+    known = None if Path(path).is_dir() else find_shipped(path)
+    if known is not None:
+        config = AutoConfig.for_model(known.pop("model_type"), **known)
+        config.dtype = config.dtype or torch.bfloat16  # in which language models are published
+        return config, True
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=not Path(path).is_dir())
+        if online:
+            fetch_model(path, files=["config.json"])
+        return AutoConfig.from_pretrained(path, local_files_only=not Path(path).is_dir()), False
     except (OSError, ValueError):
-        return None  # the run itself says what it cannot load
+        return None, False  # the run itself says what it cannot load
 
 
 def _scorers(reward: RewardConfig) -> Iterator[RecipeEntry]:
@@ -138,8 +141,9 @@ def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | N
     for name, each in models.items():
         held = zero.divided(each.model.bytes) if each.divided else each.model.bytes
         lower = "reward_cpu_offload, zero_stage 3, a reward server" if each.divided else "offload of its settings, Ray"
-        weights = Item(f"{name}: weights", held, lower)
-        items.append(weights.on_host(each.offload and not zero.on_cpu and name != at_work))
+        waits = each.offload and not zero.on_cpu  # its memory on the host stays while it is at work
+        items += [Item(f"{name}: weights", held, lower, HOST)] if waits else []
+        items += [Item(f"{name}: weights", held, lower)] if name == at_work or not waits else []
         if name == at_work and each.divided:
             items += zero.gathered(each.model)
     return items

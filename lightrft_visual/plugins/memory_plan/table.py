@@ -30,17 +30,28 @@ class Item:
 
 @dataclass(frozen=True)
 class Phase:
-    """The fullest moment of a phase on one rank, and its rough time in seconds."""
+    """The fullest moments of a phase on one rank, and its rough time in seconds."""
 
     name: str
     items: tuple[Item, ...]
     seconds: float = 0.0
 
     @classmethod
-    def fullest(cls, name: str, seconds: float, *moments: Iterable[Item]) -> Phase:
-        """Of several moments the one that holds most on the device."""
+    def fullest(cls, name: str, seconds: float, one_memory: bool, *moments: Iterable[Item]) -> Phase:
+        """Of several moments the one that holds most: on the device and on the host each its own.
+
+        Args:
+            name: of the phase.
+            seconds: that it takes.
+            one_memory: device and host are one, as on the CPU.
+            moments: what each holds.
+        """
         found = [tuple(item for item in moment if item.bytes > 0) for moment in moments]
-        return cls(name, max(found, key=lambda items: _sum(items, DEVICE)), seconds)
+        items: list[Item] = []
+        for own in [(HOST, DEVICE)] if one_memory else [(HOST,), (DEVICE,)]:
+            most = max(found, key=lambda each: sum(_sum(each, where) for where in own))
+            items += [item for item in most if item.where in own]
+        return cls(name, tuple(items), seconds)
 
     def total(self, where: str) -> float:
         """Bytes on the device or on the host."""
@@ -56,8 +67,9 @@ class Plan:
     """The phases of a run on one rank of `ranks` (`local` of them on a host). about: the model, in words.
 
     in_use: settings that are on already, which are not advised. trained: what forward and backward of a step's updates
-    compute, of `tokens` tokens, each shared prompt once. Limits are `device.memory` and the host's memory by
-    rank; on the CPU both are one.
+    compute, of `tokens` tokens, each shared prompt once. unknown: models that are not counted, as their shapes are
+    nowhere to be found. refused: why the run cannot start whatever memory there is, in words; else empty. Limits are
+    `device.memory` and the host's memory by rank; on the CPU both are one.
     """
 
     about: str
@@ -68,6 +80,8 @@ class Plan:
     in_use: frozenset[str] = frozenset()
     trained: Work = Work()
     tokens: float = 0.0
+    unknown: tuple[str, ...] = ()
+    refused: str = ""
 
     def needed(self, phase: Phase) -> list[tuple[str, float, float]]:
         """(where, bytes needed, bytes there are) of a phase."""
@@ -78,8 +92,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase has the memory that it needs."""
-        return not self.lacking()
+        """Whether every phase has the memory that it needs, and the run can start."""
+        return not self.lacking() and not self.refused
 
     @property
     def possible(self) -> bool:
@@ -116,7 +130,7 @@ class Plan:
     def verdict(self) -> str:
         """One or two sentences: whether it fits, the largest item, and what would lower it."""
         lacking = self.lacking()
-        if not lacking:
+        if self.fits:
             phase = self.fullest()
             where, needed, limit = self.needed(phase)[0]
             item = self._items(phase, where)[0]
@@ -124,9 +138,11 @@ class Plan:
                 f"it fits: {_gib(needed)} of {_gib(limit)} GiB in phase {phase.name}; the largest item is {item.name}, "
                 f"{_gib(item.bytes)} GiB"
             )
-        phase, where, over = lacking[0]
-        says = f"it does not fit: phase {phase.name} wants {_gib(over)} GiB more {where} memory than there is"
-        return "\n".join([says, *self._advice(phase, where)])
+        lines = [f"it does not fit: {self.refused}"] if self.refused else []
+        for phase, where, over in lacking[:1]:
+            says = f"it does not fit: phase {phase.name} wants {_gib(over)} GiB more {where} memory than there is"
+            lines += [says, *self._advice(phase, where)]
+        return "\n".join(lines)
 
     def _items(self, phase: Phase, where: str) -> list[Item]:
         """Largest first; on the CPU all of them, as there is one memory."""
@@ -156,6 +172,7 @@ class Plan:
                 lines.append(f"  {item.name:<42}{columns}")
         limit = "" if self.device.on_cpu else f"{_gib(self.device.memory)}"
         lines.append(f"{'there is':<44}{limit:>12}{_gib(self.device.host):>12}")
+        lines += [f"not known: {', '.join(self.unknown)}"] if self.unknown else []
         return "\n".join([*lines, self.verdict()])
 
 

@@ -100,7 +100,7 @@ class Speeds:
             model: that is trained.
             tensors: how many of its tensors train.
         """
-        part = model.trained / (zero.ranks if zero.stage or model.width < FP32 else 1)
+        part = model.trained / zero.share(1)
         if zero.config.adam_offload and not self.alone:
             return part * ((STEP_BYTES + model.width) / HOST_MEMORY + (FP32 + model.width) / self.link)
         return self.seconds(Work(moved=part * (STEP_BYTES + model.width), calls=tensors * STEP_CALLS))

@@ -4,7 +4,7 @@ All lengths are the longest that the settings allow: prompts of `prompt_max_len`
 `max_pixels` lets them be, and responses of `generate_max_len`, or episodes of `max_episode_tokens`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -18,8 +18,7 @@ from ...rollout.hf import holds_prompts_once
 from ...rollout.vllm.arguments import host_cache, most_sequences
 from .meta import Work
 from .process import host_engine, program
-from .reward_models import judges_of, judging, reward_items
-from .shapes import language_model
+from .reward_models import RewardModel, judging, reward_items
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, ENGINE_CALLS, SYNC_CALLS, Speeds
 from .vl_shape import MicroBatch, VLShape
@@ -33,10 +32,15 @@ MEDIA_CACHE = 4 * GIB  # vLLM's cache of processed images at most
 
 
 class VLPlanner:
-    """Puts a plan together; `plan()` is all that others call."""
+    """Puts a plan together; `plan()` is all that others call. shapes: as of `shapes_of`, the policy's a known one."""
 
-    def __init__(self, config: RunConfig, shape: VLShape, device: Device, ranks: int, local: int):
-        self.config, self.shape, self.device, self.ranks, self.local = config, shape, device, ranks, local
+    def __init__(
+        self, config: RunConfig, shapes: Mapping[str, VLShape | None], judges: Mapping[str, RewardModel],
+        device: Device, ranks: int, local: int,
+    ) -> None:  # fmt: skip
+        self.config, self.shapes, self.judges = config, shapes, judges
+        self.device, self.ranks, self.local = device, ranks, local
+        self.shape = shape = shapes["policy"]
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
         rollout = config.rollout
         self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
@@ -48,7 +52,6 @@ class VLPlanner:
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
         self.speeds = Speeds.of(device, shape.width, ranks, local)
-        self.judges = judges_of(config)
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -64,7 +67,12 @@ class VLPlanner:
         trained = self._update_work(self._micro_batch()).times(self._updates())
         moves = self.config.rollout.offload_trainer or self.zero.stage == 0 or self.config.distributed.adam_offload
         used = in_use(self.config, offload_reference=self.config.rollout.offload_reference, offload_trainer=moves)
-        return Plan(about, self.device, self.ranks, self.local, phases, used, trained, self._tokens())
+        unknown = [name for name, each in self.shapes.items() if each is None]
+        unknown += [name for name, each in self.judges.items() if not each.model.numbers]
+        return Plan(
+            about, self.device, self.ranks, self.local, phases, used, trained, self._tokens(), tuple(unknown),
+            self._engine_lacks(),
+        )  # fmt: skip
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
@@ -83,16 +91,16 @@ class VLPlanner:
         left = [name for name in trained if not (moves and name in waiting)]
         items = [*program(self.device, self.resident), *(self.zero.weights(name, trained[name]) for name in left)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
-            away = self.config.rollout.offload_reference
-            items.append(self._reference().on_host(away and not scoring))
+            away, reference = self.config.rollout.offload_reference and not self.device.on_cpu, self._reference()
+            items += [reference] if scoring or not away else []
             if self.config.algorithm.ref_update_mixup < 1 and self.shape.width < FP32:
                 size = FP32 * self.shape.base / self.zero.share(3)
                 items.append(Item("reference that is moved, fp32", size, "zero_stage 3, ref_update_mixup 1", HOST))
-            if away and not self.device.on_cpu:  # its place on the host stays while it is at work
-                sizes = (each.numel() * self.shape.width for each in self.shape.whole.parameters())
-                items += rounded("reference", sizes)
-        if self._teacher is not None:
-            items.append(self._teacher)
+            if away:  # its memory on the host stays while it is at work
+                items += [reference.on_host(), *rounded("reference", self._parameters())]
+        if (teacher := self.shapes.get("teacher")) is not None:
+            size = self.zero.divided(teacher.base * self.shape.width)
+            items.append(Item("teacher: weights", size, "zero_stage 3, bf16"))
         waits = self.config.rollout.offload_trainer and not train_states
         states = [item for name, each in trained.items() for item in self.zero.optimizer(name, each, stepped)]
         kept = [item for name, each in trained.items() for item in self.zero.kept(name, each)]
@@ -105,6 +113,8 @@ class VLPlanner:
             items.append(Item("places of weights and optimizer that wait", places, "zero_stage 3, lora_rank", HOST))
         if self.config.output.async_save and stepped:
             items += [item for name, each in trained.items() for item in self.zero.saved(name, each)]
+        if stepped:
+            items += [item for item in self._kept() if item.where == HOST or judge is not None]
         if self.config.train.enable_ema:
             size = FP32 * self.shape.model.trained / self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", size, "enable_ema false"))
@@ -115,32 +125,19 @@ class VLPlanner:
         """Models whose weights wait with `offload_trainer` while responses are generated: not those that do it."""
         return ("policy", "critic") if self.resident or self.split else ("critic",)
 
-    @cached_property
-    def _teacher(self) -> Item | None:
-        """None without a teacher, or where its shape is nowhere to be found."""
-        path = self.config.model.teacher_pretrain
-        if path is None:
-            return None
-        own = language_model(replace(self.config.model, pretrain=path), task=self.config.data.prompt_data)
-        if own is None:
-            return None
-        size = self.zero.divided(VLShape(self.config, own).base * self.shape.width)
-        return Item("teacher: weights", size, "zero_stage 3, bf16")
-
     def _reference(self) -> Item:
         size = self.zero.divided(self.shape.base * self.shape.width)
         return Item("reference: weights", size, "offload_reference, zero_stage 3, lora_rank, init_kl_coef 0, bf16")
 
     @cached_property
     def _critic(self) -> Model | None:
-        if not self.config.algorithm.estimator.critic:
+        """None without one, or where its shape is nowhere to be found. A value head takes the place of its own."""
+        own = self.shapes.get("critic")
+        if own is None:
             return None
-        whole = Model.of(self.shape.whole, self.shape.width) if not self.config.model.lora_rank else None
-        if whole is None:  # a critic has no adapters: all of it trains
-            whole = replace(self.shape.model, trained=self.shape.base, frozen=0, largest=self.shape.model.widest)
-        head = self.shape.whole.get_output_embeddings().weight
-        dropped = 0 if head is self.shape.whole.get_input_embeddings().weight else head.numel()
-        return replace(whole, trained=whole.trained - dropped)
+        head = own.whole.get_output_embeddings().weight
+        dropped = 0 if head is own.whole.get_input_embeddings().weight else head.numel()
+        return replace(own.model, trained=own.model.trained - dropped)
 
     def _batch(self, copies: int = 1) -> list[Item]:
         """The step's samples on the host: each prompt's patches once, its images, and numbers by token.
@@ -191,12 +188,34 @@ class VLPlanner:
         return self.shape.base * (FP8 if rollout.engine_quantization else self.shape.width) / rollout.engine_tp_size
 
     def _kept(self) -> list[Item]:
-        """What an engine keeps of its weights while models judge an evaluation, or a round that another may follow."""
+        """What an engine keeps of its weights while models judge an evaluation, or a round that another may follow:
+        vLLM in page-locked memory, which PyTorch has from then on, SGLang on the device."""
         rollout, judges_more = self.config.rollout, self.config.data.eval_data or self.config.rollout.dynamic_sampling
-        if not (self.resident and rollout.enable_engine_sleep and judges_more) or self.device.on_cpu:
+        sleeps = self.resident and rollout.enable_engine_sleep and not self.device.on_cpu
+        if not (sleeps and judges_more and self.judges):
             return []
-        item = Item(f"{self.engine}: weights while models judge", self._engine_weights, "engine_tp_size, bf16")
-        return [item.on_host(rollout.engine_type == "vllm")]
+        name, size = f"{self.engine}: weights while models judge", self._engine_weights
+        item = Item(name, size, "engine_tp_size, bf16")
+        if rollout.engine_type != "vllm":
+            return [item]
+        part = size / (self.shape.base * self.shape.width)
+        return [item.on_host(), *rounded(name, (part * each for each in self._parameters()))]
+
+    def _parameters(self) -> list[int]:
+        """Bytes of each of the checkpoint's weights."""
+        return [each.numel() * self.shape.width for each in self.shape.whole.parameters()]
+
+    def _engine_lacks(self) -> str:
+        """Why the engine cannot start, where its share of a device is too small; else empty."""
+        share, memory = self.config.rollout.engine_mem_util, self.device.memory
+        needed = self._engine_weights + self._least_cache()
+        if not self.resident or self.device.on_cpu or needed <= share * memory:
+            return ""
+        larger = f"engine_mem_util at least {ceil(100 * needed / memory) / 100:g}, or " if needed < memory else ""
+        return (
+            f"engine_mem_util {share:g} leaves {self.engine} {share * memory / GIB:.1f} GiB of a device, and its "
+            f"weights with one whole sequence take {needed / GIB:.1f}: set {larger}a larger engine_tp_size"
+        )
 
     def _lent(self) -> list[Item]:
         """The weights put aside while an evaluation or the export has their average."""
@@ -227,11 +246,11 @@ class VLPlanner:
         copy = self.zero.on_its_way("the checkpoint on its way", self.shape.model)
         models = self._models(stepped=False)
         loaded = [*self._models(train_states=False, stepped=False, waiting=self._away), *self._engine(awake=True)]
-        frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
+        frozen = len({"reference: weights", "teacher: weights"} & {item.name for item in models})
         copies = 1 + (self._critic is not None) + frozen
         seconds = copies * self.shape.model.bytes / DISK + (30 if self.resident else 2)
         moments = [loaded] if self.device.on_cpu else [[*models, copy], [*loaded, copy]]
-        return Phase.fullest("load", seconds, *moments)
+        return Phase.fullest("load", seconds, self.device.on_cpu, *moments)
 
     def _generate(self) -> Phase:
         items = [*self._models(train_states=False, waiting=self._away), *self._engine(awake=True), *self._batch()]
@@ -241,7 +260,7 @@ class VLPlanner:
             items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
             items += self.zero.whole(self.shape.model)
-        return Phase.fullest("generate", self._generate_seconds(), items)
+        return Phase.fullest("generate", self._generate_seconds(), self.device.on_cpu, items)
 
     def _cached_tokens(self, rows: int, answer: float) -> float:
         """Tokens with keys and values in the engine: engine hf holds a prompt once where its responses can share it."""
@@ -273,8 +292,8 @@ class VLPlanner:
         always = [*self._engine(awake=False), *self._batch()]
         forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
         moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
-        moments += [[*self._models(False, judge=name), *always, *self._kept()] for name in self.judges]
-        return Phase.fullest("score", self._score_seconds(samples, prompts), *moments)
+        moments += [[*self._models(False, judge=name), *always] for name in self.judges]
+        return Phase.fullest("score", self._score_seconds(samples, prompts), device.on_cpu, *moments)
 
     def _score_seconds(self, samples: list[SampleRef], prompts: int) -> float:
         """Forwards of all roles over micro-batches of so many samples, then of the reward models."""
@@ -283,7 +302,7 @@ class VLPlanner:
         updates = max(1.0, self.samples * self.shape.sequence / self._own())
         later = 1.0 if train.separate_old_log_probs else (updates - 1) / updates  # old log-probs of all updates but one
         own = 1.0 if algorithm.reads_log_probs else later
-        own += (self._critic is not None) + (self._teacher is not None)
+        own += sum(each is not None for each in self.shapes.values()) - 1
         reference = float(algorithm.init_kl_coef > 0)
         forwards, calls = self._tokens() / (batch.rows * batch.length), ceil(self.samples / len(samples))
         seconds = self.speeds.gathering(self.zero, self.shape.model, (own + reference) * calls)
@@ -336,7 +355,6 @@ class VLPlanner:
     def _train(self) -> Phase:
         train, zero, model = self.config.train, self.zero, self.shape.model
         batch, own = self._micro_batch(), self._own()
-        activations = self.shape.training(self._learnt_from(batch), self.device)
         lower = "gradient_checkpointing, sp_size, bf16, "
         lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
         micro_batches = ceil(computed_tokens(self._samples(own)) / (batch.rows * batch.length))
@@ -345,18 +363,19 @@ class VLPlanner:
             *self._engine(awake=False),
             *self._batch(self.shape.sequence),
             self._next_batch(),
-            *zero.gathered(model),
         ]
-        held = Item("activations of a micro-batch", activations, lower)
         moments: list[list[Item]] = []
         both = {"policy": model, "critic": self._critic}
         for name, trained in both.items():
             if trained is not None:
                 rests = [item for other, own in both.items() if own and other != name for item in zero.kept(other, own)]
+                rests += zero.gathered(trained)
+                activations = self.shapes[name].training(self._learnt_from(batch), self.device)
+                held = Item("activations of a micro-batch", activations, lower)
                 whole = micro_batches > 1 or zero.stage == 0 or zero.gradients_at_once(trained)
                 backward = self._backward(zero.gradients(name, trained, micro_batches), held, whole)
                 moments += [[*always, *rests, *moment] for moment in (*backward, zero.step(name, trained))]
-        return Phase.fullest("train", self._train_seconds(batch, micro_batches), *moments)
+        return Phase.fullest("train", self._train_seconds(batch, micro_batches), self.device.on_cpu, *moments)
 
     def _train_seconds(self, batch: MicroBatch, micro_batches: int) -> float:
         """Of all updates: forward and backward, what the ranks exchange, and the optimizer's step. A critic takes what
@@ -411,7 +430,7 @@ class VLPlanner:
             items += self.zero.handed_over(self.shape.model)
         calls = SYNC_CALLS * len(list(self.shape.whole.parameters())) if self.resident else 0
         seconds = self.speeds.seconds(Work(moved=3 * size if self.resident else 0, calls=calls))
-        return Phase.fullest("sync", seconds + 2 * moved / self.device.link, items)
+        return Phase.fullest("sync", seconds + 2 * moved / self.device.link, self.device.on_cpu, items)
 
 
 def _shared_row(samples: list[SampleRef], tokens: int) -> tuple[list[int], list[int | None]]:

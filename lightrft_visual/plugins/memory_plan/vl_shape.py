@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -21,6 +22,7 @@ from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
 from ...rollout.vllm.arguments import token_bytes
 from .meta import Held, Work, adapters_in, held_bytes, on_meta, remembered, through_active_experts
+from .shapes import language_model
 from .zero import FP32, Model
 
 FEW_LAYERS = 3  # that are looked at of a decoder
@@ -64,6 +66,22 @@ class MicroBatch:
         return MicroBatch(1, length, min(self.actions, length), ceil(self.prompts / ranks), [length])
 
 
+def shapes_of(config: RunConfig, online: bool = False) -> dict[str, VLShape | None]:
+    """Those of a run's policy, critic and teacher, as far as it has them; None for one that is nowhere to be found.
+
+    online: the hub may be asked.
+    """
+    model, alone = config.model, deepcopy(config)
+    alone.model.lora_rank = 0  # adapters are the policy's
+    critic = (model.critic_pretrain or model.pretrain) if config.algorithm.estimator.critic else None
+    found: dict[str, VLShape | None] = {}
+    for name, path in (("policy", model.pretrain), ("critic", critic), ("teacher", model.teacher_pretrain)):
+        if path is not None:
+            own = language_model(replace(model, pretrain=path), online, config.data.prompt_data)
+            found[name] = None if own is None else VLShape(config if name == "policy" else alone, own)
+    return found
+
+
 class VLShape:
     """A run's model on meta tensors, as it will be trained: frozen parts frozen, adapters added.
 
@@ -90,9 +108,9 @@ class VLShape:
     def _loaded(self) -> nn.Module:
         auto = AutoModelForImageTextToText if self.family.vision else AutoModelForCausalLM
         model = self.config.model
-        transformer = on_meta(
-            lambda: auto.from_config(self.model_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code)
-        )
+        arguments = {"dtype": self.dtype, "trust_remote_code": model.trust_remote_code}
+        arguments |= {"attn_implementation": "eager"} if model.attn_implementation == "eager" else {}  # keeps scores
+        transformer = on_meta(lambda: auto.from_config(self.model_config, **arguments))
         checkpoint_blocks(transformer, model.gradient_checkpointing)
         freeze(transformer, model.freeze_prefix)
         through_active_experts(transformer)
@@ -113,7 +131,8 @@ class VLShape:
         return token_bytes(self.text, width)
 
     def media_bytes(self) -> tuple[float, float, float]:
-        """(vision tokens, patches, bytes of patches) of one prompt at most."""
+        """(vision tokens, patches, bytes of patches) of one prompt at most. A bound of pixels is of an image, or of a
+        frame of a video, of which a prompt may have any number."""
         config, rollout = self.config, self.config.rollout
         images, longest = rollout.limit_mm_image_per_prompt, rollout.prompt_max_len
         if self.tower is None:
@@ -125,8 +144,9 @@ class VLShape:
             size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
             tiles = max(1, longest // tokens)
             return tiles * tokens, tiles * (size // self.patch_side) ** 2, tiles * 3 * size * size * FP32
-        most = images * (config.data.max_pixels or LARGEST_IMAGE) / self.patch_side**2
-        patches = min(longest * per_token**2, most)
+        patches: float = longest * per_token**2
+        if not (rollout.limit_mm_video_per_prompt and "video" in self.family.kinds):
+            patches = min(patches, images * (config.data.max_pixels or LARGEST_IMAGE) / self.patch_side**2)
         numbers = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * self.patch_side**2
         return patches / per_token**2, patches, patches * numbers * FP32
 

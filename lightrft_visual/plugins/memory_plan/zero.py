@@ -1,8 +1,8 @@
 """What DeepSpeed holds of a model that it trains, by ZeRO stage. Facts of DeepSpeed 0.19.
 
 For T trained numbers over N ranks: stage 1 divides fp32 weights and Adam's two moments, stage 2 also the gradients
-once they are reduced, stage 3 also the weights. Stage 0 with bf16 weights is DeepSpeed's BF16_Optimizer, which divides
-as stage 1 does and keeps gradients in fp32.
+once they are reduced, stage 3 also the weights. Stage 0 divides nothing. Stage 1 that adds gradients of bf16 weights up
+in fp32 is DeepSpeed's BF16_Optimizer, which has the whole sums on each rank from the start, beside the gradients.
 """
 
 from __future__ import annotations
@@ -147,10 +147,9 @@ class Zero:
             model: that is trained.
             stepped: whether the first step is done, before which there are no moments.
         """
-        plain = self.stage == 0 and model.width == FP32
-        share = 1 if plain else self.ranks
-        masters = 0 if plain else FP32 * model.trained / share
-        moments = 2 * FP32 * model.trained / share if stepped else 0
+        part = FP32 * model.trained / self.share(1)
+        masters = part if self.stage or model.width < FP32 else 0
+        moments = 2 * part if stepped else 0
         lower = "adam_offload, offload_trainer, lora_rank, more ranks"
         item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments, lower)
         return self._offloaded(item, name, model) if self.config.adam_offload else [item]
@@ -190,18 +189,17 @@ class Zero:
             model: that is trained.
             micro_batches: of an update on this rank; with more than one, gradients are added up. 0: no backward runs.
         """
-        width = self._added_up(model)
+        held, stays = model.trained * self._added_up(model) / self.share(2), self._sums_stay(model)
         lower = "zero_stage 2, more ranks, lora_rank"
-        lower += ", grad_accum_dtype bf16" if self.config.adam_offload and self.in_fp32(model) else ""
-        if self.stage == 0:
-            width = FP32 if model.width < FP32 else model.width
-            return [Item(f"{name}: gradients", model.trained * width, lower)]
+        lower += ", grad_accum_dtype bf16" if stays or (self.config.adam_offload and self.in_fp32(model)) else ""
+        if self.stage == 0 or stays:
+            beside = model.trained * model.width if stays and micro_batches else 0
+            return [Item(f"{name}: gradients", held + beside, lower)]
         bucket = min(BUCKET, model.trained) if self.on_cpu else BUCKET  # untouched pages of the host take nothing
         # Stage 3 reduces a copy of its bucket.
         twice = self.config.overlap_comm if self.stage < 3 else micro_batches > 0
         buckets = (bucket + (min(bucket, model.trained) if self.stage == 3 else bucket) * twice) * model.width
-        held = model.trained * width / self.share(2)
-        adds_up = micro_batches > 1 and self.stage < 3 and not self.config.adam_offload
+        adds_up = micro_batches > 1 and not (self.stage == 3 or self.config.adam_offload or self.in_fp32(model))
         again = model.trained * model.width / self.ranks if adds_up else 0
         where = self.config.adam_offload and self.stage >= 2 and not self.in_fp32(model)
         single = model.largest * model.width if model.largest > BUCKET and micro_batches else 0
@@ -216,7 +214,11 @@ class Zero:
 
     def kept(self, name: str, model: Model) -> list[Item]:
         """Of `gradients` what is there between updates too: stage 3 makes room for them once."""
-        return self.gradients(name, model, micro_batches=0) if self.stage == 3 else []
+        return self.gradients(name, model, micro_batches=0) if self.stage == 3 or self._sums_stay(model) else []
+
+    def _sums_stay(self, model: Model) -> bool:
+        """Whether each rank keeps whole sums in fp32, from the start on."""
+        return self.stage == 1 and self.in_fp32(model) and not self.config.adam_offload
 
     def in_fp32(self, model: Model) -> bool:
         """Whether stages 1 and 2 add gradients of weights in bf16 up in one fp32 tensor, on the device in any case."""
@@ -228,18 +230,19 @@ class Zero:
         return self.in_fp32(model) or (self.stage == 3 and not self.config.adam_offload)
 
     def step(self, name: str, model: Model) -> list[Item]:
-        """While the optimizer steps: gradients in fp32, on the host also AdamW's temporaries."""
-        if self.stage == 0 and model.width == FP32:
-            largest = 2 * FP32 * model.largest if self.on_cpu else 0
-            return [Item(f"{name}: gradients in fp32", FP32 * model.trained + largest)]
-        share = self.ranks
-        if self.stage == 3 and not self.config.adam_offload:
-            copied = FP32 * min(SUBGROUP, model.trained / share) * (3 if self.on_cpu else 1)
-            return [*self.kept(name, model), Item(f"{name}: gradients in fp32", copied, "more ranks")]
-        whole = model.trained * model.width if self.stage == 0 else 0
-        flat = model.trained * model.width / share if model.width < FP32 else 0
-        temporaries = 2 * FP32 * model.trained / share if self.on_cpu else 0
+        """While the optimizer steps: gradients in fp32, on the CPU also AdamW's temporaries. Stages 1 and 2 make a flat
+        copy of gradients in another type, and one in fp32; the last alone is there while AdamW works."""
+        part, kept, own = model.trained / self.share(1), self.kept(name, model), model.trained * model.width
         if self.config.adam_offload:
-            return [*self.kept(name, model), Item(f"{name}: updated weights", flat, where=HOST)]
-        return [Item(f"{name}: gradients in fp32", FP32 * model.trained / share + flat + whole + temporaries,
-                     "more ranks, lora_rank")]  # fmt: skip
+            updated = part * model.width if model.width < FP32 else 0
+            return [*kept, Item(f"{name}: updated weights", updated, where=HOST)]
+        temporaries = 2 * self.on_cpu
+        if self.stage == 3:
+            size = FP32 * min(SUBGROUP, part) * (1 + temporaries)
+        elif self.stage == 0:
+            size = FP32 * (part + temporaries * model.largest) + (own if model.width < FP32 else 0)
+        elif kept:
+            size = FP32 * part * temporaries + own
+        else:
+            size = FP32 * part * (1 + (temporaries or not self.in_fp32(model)))
+        return [*kept, Item(f"{name}: gradients in fp32", size, "more ranks, lora_rank")]

@@ -13,6 +13,7 @@ from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.models.diffusion.opening import save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
+from lightrft_visual.plugins.memory_plan import reward_models as module
 from lightrft_visual.plugins.memory_plan.reward_models import reward_models
 from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
 
@@ -122,10 +123,24 @@ TWO, OWN, BOTH = {"a": 1.0, "b": 1.0}, {"scorer": "clip_score"}, ["pick_score", 
         ({"components": TWO, "kwargs": {"a": OWN, "b": OWN | {"weight": 2.0}}}, ["a", "b"]),
         ({"components": {"multi": 1.0}, "kwargs": {"multi": {"components": {"clip_score": 1.0}}}}, ["clip_score"]),
         ({"reward_recipe": "{x: [[rule, pick_score, 1.0]], '*': [[func, clip_score, 1.0]]}"}, BOTH),
-        ({"components": {"pick_score": 1.0}, "kwargs": {"pick_score": {"model_name": "no/such"}}}, []),
         ({"components": {"clip_score": 1.0}, "reward_transport": "ray"}, []),  # in a process of Ray
         ({"components": {"vlm_judge": 1.0}, "kwargs": {"vlm_judge": {"url": "http://x", "model": "m"}}}, []),
     ],
 )  # fmt: skip
 def test_each_model_that_a_recipe_builds_counts_once(settings, names) -> None:
     assert list(reward_models({"model": RewardConfig(**settings)})) == [f"model {name}" for name in names]
+
+
+def test_a_reward_model_by_name_has_the_shape_that_is_shipped_of_it() -> None:
+    found = reward_models({"model": RewardConfig(reward_pretrain="judge=Qwen/Qwen2.5-VL-3B-Instruct")})
+    assert found["model judge"].model.bytes == 2 * 3_754_622_976
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_a_reward_model_that_is_nowhere_is_named_and_asked_for_where_the_hub_may_be(monkeypatch, online) -> None:
+    asked = []
+    monkeypatch.setattr(module, "fetch_model", lambda name, files: asked.append((name, files)))
+    picked = {"components": {"pick_score": 1.0}, "kwargs": {"pick_score": {"model_name": "no/such"}}}
+    found = reward_models({"model": RewardConfig(reward_pretrain="a=no/other", **picked)}, online)
+    assert {name: each.model.numbers for name, each in found.items()} == {"model a": 0, "model pick_score": 0}
+    assert asked == [(name, ["config.json"]) for name in ("no/other", "no/such")] * online

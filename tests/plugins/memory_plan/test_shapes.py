@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.config.algorithm import DiffusionAlgorithmConfig
 from lightrft_visual.config.diffusion import DiffusionModelConfig, DiffusionRunConfig
-from lightrft_visual.config.vl import ModelConfig, RunConfig
+from lightrft_visual.config.vl import ModelConfig, RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.memory_plan.meta import on_meta
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
@@ -162,3 +162,21 @@ def test_images_of_any_size_have_as_many_patches_as_their_tokens_merge(kind: str
     shape = VLShape(RunConfig(), (STOCK | PLAIN)[kind]()[0])
     longest = shape.config.rollout.prompt_max_len
     assert shape.media_bytes()[:2] == (longest, longest * side**2)
+
+
+@pytest.mark.parametrize(("kind", "videos", "tokens"), [("qwen2_5_vl", 1, 1024), ("qwen2_5_vl", 0, 8), ("glm4v", 1, 8)])
+def test_pixels_of_an_image_bound_no_video(kind: str, videos: int, tokens: int) -> None:
+    """Two images of two by two tokens, and a video of any number of frames where prompts may hold one."""
+    rollout = RolloutConfig(prompt_max_len=1024, limit_mm_image_per_prompt=2, limit_mm_video_per_prompt=videos)
+    shape = VLShape(RunConfig(rollout=rollout), STOCK[kind]()[0])
+    shape.config.data.max_pixels = (4 * shape.patch_side) ** 2
+    assert shape.media_bytes()[0] == tokens
+
+
+def test_scores_of_eager_attention_are_kept() -> None:
+    batch, kept = MicroBatch(rows=2, length=512, actions=16, prompts=2), []
+    for attention in ("auto", "eager"):
+        config = RunConfig(model=ModelConfig(attn_implementation=attention, gradient_checkpointing="none"))
+        kept.append(VLShape(config, STOCK["qwen2_5_vl"]()[0])._decoded(batch, backward=True).kept)
+    text = STOCK["qwen2_5_vl"]()[0].get_text_config()
+    assert kept[1] - kept[0] >= text.num_hidden_layers * text.num_attention_heads * 2 * 512**2 * 4

@@ -54,6 +54,16 @@ def test_denoising_steps_are_put_together_where_samples_leave_room() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("schema", "preset"), [(RunConfig, VL_PRESET), (DiffusionRunConfig, DIFFUSION_PRESET)], ids=["vl", "diffusion"]
+)
+def test_ranks_that_share_a_sequence_have_as_many_times_its_samples(schema, preset) -> None:
+    argv = "--pretrain embedded --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 128 --sp_size"
+    limits = [sizes.Planner(CARD, 8, 8).limits(parse_run(schema, [*argv.split(), size], preset=preset).config)
+              for size in ("1", "4")]  # fmt: skip
+    assert [each["train", "micro_train_batch_size"] for each in limits] == [16, 64]
+
+
 @pytest.mark.plugin("embedded")
 def test_a_dry_run_says_what_it_would_choose(capsys) -> None:
     with pytest.raises(SystemExit) as left:

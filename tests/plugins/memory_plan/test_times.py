@@ -117,6 +117,23 @@ def test_a_card_that_is_not_listed_has_the_speeds_of_one_with_as_much_memory(mon
     assert (process.present(1).name, process.present(1).flops) == ("cuda", DEVICES["l40s-48gb"].flops)
 
 
+def test_a_step_of_stage_0_is_over_all_of_a_model() -> None:
+    model, speeds = Model(10**9, 0, 10**6, 10**6, width=2), Speeds.of(CARD, 2, 8, 8)
+    settings = (parse_run(RunConfig, ["--zero_stage", stage]).config.distributed for stage in ("0", "1"))
+    whole, part = (speeds.optimizer_step(Zero(each, 8, False), model, 1) for each in settings)
+    assert whole == pytest.approx(8 * part, rel=0.01)
+
+
+def test_ranks_of_a_host_are_no_more_than_its_cards(monkeypatch) -> None:
+    card = SimpleNamespace(device_name=lambda: "cuda", total_memory=lambda: 80 * 2**30, device_count=lambda: 4)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: card)
+    monkeypatch.setattr(process, "device_products", lambda: ["NVIDIA H100"])
+    config = parse_run(RunConfig, ["--plan_world_size", "16"]).config
+    device, *ranks = check.named_device(config)
+    assert ranks == [16, 4] and device.host == process.host_memory() / 4
+    assert check.named_device(parse_run(RunConfig, "--plan_world_size 16 --plan_device cpu".split()).config)[2] == 16
+
+
 def test_page_locked_tensors_take_powers_of_two() -> None:
     (item,) = rounded("states", [3 * 2**20, 2**20])
     assert item.bytes == 2**20 and item.where == "host"

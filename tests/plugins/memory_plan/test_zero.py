@@ -1,5 +1,6 @@
 """What the plan says of DeepSpeed's states against the states themselves, and closed forms."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from forked import on_ranks
 from torch import nn
 
 from lightrft_visual.config.shared import DistributedConfig
+from lightrft_visual.plugins.memory_plan.meta import LiveBytes
 from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
 from lightrft_visual.plugins.memory_plan.zero import BUCKET, Model, Zero
 from lightrft_visual.rollout.weight_sync import BUCKET_BYTES
@@ -20,9 +22,9 @@ def distinct_bytes(tensors) -> int:
 
 
 def states_by_stage() -> dict[str, list[int]]:
-    """What the optimizer of a small module holds that one rank trains, before and after its first step."""
+    """What the optimizer of a small module holds that two ranks train, before and after its first step."""
     found = {}
-    for stage, bf16 in ((0, False), (1, False), (2, False), (2, True), (3, True)):
+    for stage, bf16 in ((0, False), (0, True), (1, False), (2, False), (2, True), (3, True)):
         strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage), bf16=bf16)
         if not torch.distributed.is_initialized():
             strategy.setup_distributed()
@@ -32,7 +34,7 @@ def states_by_stage() -> dict[str, list[int]]:
         states = []
         for _ in range(2):
             optimizer = getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer)
-            masters = [p for group in optimizer.param_groups for p in group["params"]] if stage else []
+            masters = [p for group in optimizer.param_groups for p in group["params"]] if stage or bf16 else []
             if stage == 3:
                 masters = list(engine.engine.optimizer.fp32_partitioned_groups_flat)
             moments = [v for state in optimizer.state.values() for v in state.values() if v.numel() > 1]
@@ -72,14 +74,60 @@ def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
 
 @pytest.mark.slow
 def test_the_optimizers_states_are_those_planned() -> None:
-    found = on_ranks(states_by_stage, ranks=1)[0]
-    assert found.pop("kept") == [4 * TRAINED, 2 * BUCKET]
-    assert [each.bytes for each in zero(3, ranks=1).kept("it", Model(TRAINED, 0, 9, 9, 2))] == [4 * TRAINED, 2 * BUCKET]
+    found = on_ranks(states_by_stage, ranks=2)[0]
+    assert found.pop("kept") == [2 * TRAINED, 2 * BUCKET]
+    assert [each.bytes for each in zero(3, ranks=2).kept("it", Model(TRAINED, 0, 9, 9, 2))] == [2 * TRAINED, 2 * BUCKET]
     for name, (before, after) in found.items():
         stage, width = int(name[0]), 2 if name.endswith("bf16") else 4
         model = Model(TRAINED, 256 * 256 + 256, 256 * 256, 256 * 256, width)
-        planned = [zero(stage, ranks=1).optimizer("it", model, stepped)[0].bytes for stepped in (False, True)]
+        planned = [zero(stage, ranks=2).optimizer("it", model, stepped)[0].bytes for stepped in (False, True)]
         assert [before, after] == planned, name
+
+
+ADDING = ((0, None, True), (0, None, False), (1, None, True), (1, "fp32", True), (2, None, True), (2, "bf16", True))
+
+
+def gradients_by_stage() -> list[list[float]]:
+    """Bytes of each trained number that gradients take on one rank: between updates, once two micro-batches were added
+    up, and in the step before AdamW works."""
+    found = []
+    for stage, added_up, bf16 in ADDING:
+        config = DistributedConfig(zero_stage=stage, grad_accum_dtype=added_up)
+        strategy = DeepspeedStrategy(config, bf16=bf16)
+        if not torch.distributed.is_initialized():
+            strategy.setup_distributed()
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(8)]
+        engine = strategy.prepare(nn.Sequential(*layers).to(strategy.dtype), OptimizerSettings(1e-4, total_steps=4))
+        kept = getattr(engine.engine.optimizer, "fp32_groups_gradients_flat", ())
+        known = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+        numbers = 8 * 512**2
+        with LiveBytes(known) as live:
+            for last in (False, True):
+                loss = engine(torch.randn(4, 512, dtype=strategy.dtype)).float().square().sum()
+                engine.accumulate(loss, last=last)
+            summed, live.peak = live.now, live.now
+            getattr(engine.engine.optimizer, "optimizer", engine.engine.optimizer).step = lambda *_: None
+            engine.step()
+        stays = sum(each.nbytes for each in kept)
+        found.append([round(size / numbers, 1) for size in (stays, stays + summed, stays + live.peak)])
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_take_what_is_planned_between_updates_in_backward_and_in_the_step() -> None:
+    """A norm of sums in fp32 takes a layer of them beside."""
+    for (stage, added_up, bf16), (stays, summed, stepping) in zip(ADDING, on_ranks(gradients_by_stage, ranks=1)[0]):
+        model = Model(10**6, 0, 10**6 // 4, 10**6 // 4, 2 if bf16 else 4)
+        settings = zero(stage, ranks=1, grad_accum_dtype=added_up)
+        kept, backward, step = (
+            sum(item.bytes for item in items if "buckets" not in item.name) / model.trained
+            for items in (
+                settings.kept("it", model), settings.gradients("it", model, 1), settings.step("it", model),
+            )
+        )  # fmt: skip
+        told = (stage, added_up, bf16)
+        assert (kept, backward) == (stays, summed), told
+        assert step <= stepping <= step + (1 if settings.in_fp32(model) else 0), told
 
 
 def offloaded_states() -> dict[tuple[int, str | None], list[int]]:
@@ -147,12 +195,29 @@ def test_stages_divide_what_they_divide() -> None:
     weights = {stage: each.weights("it", BILLION).bytes for stage, each in by_stage.items()}
     assert weights == {0: 2.2e9, 1: 2.2e9, 2: 2.2e9, 3: 2.2e9 / 8}
     states = {stage: each.optimizer("it", BILLION)[0].bytes for stage, each in by_stage.items()}
-    assert set(states.values()) == {12e9 / 8}
+    assert states == {0: 12e9, 1: 12e9 / 8, 2: 12e9 / 8, 3: 12e9 / 8}
     held = {stage: by_stage[stage].gradients("it", BILLION, micro_batches=1)[0].bytes for stage in range(4)}
-    assert held == {0: 4e9, 1: 2e9, 2: 4e9 / 8, 3: 4e9 / 8}  # 2 and 3 add up in fp32
+    assert held == {0: 2e9, 1: 2e9, 2: 4e9 / 8, 3: 4e9 / 8}  # 2 and 3 add up in fp32
     assert by_stage[2].gathered(BILLION) == [] and by_stage[3].gathered(BILLION)[0].bytes == 2 * (10**9 + 10**6)
     blocks = replace(BILLION, block=2 * 10**7)
     assert by_stage[3].gathered(blocks)[0].bytes == 2 * (10**9 + 2 * 10**7)
+
+
+def test_a_step_has_gradients_twice_where_their_sums_are_not_in_fp32() -> None:
+    steps = {(stage, bits): zero(stage, grad_accum_dtype=bits).step("it", BILLION)[-1].bytes
+             for stage, bits in ((0, None), (1, None), (2, None), (2, "bf16"))}  # fmt: skip
+    assert steps == {(0, None): 6e9, (1, None): 8e9 / 8, (2, None): 4e9 / 8, (2, "bf16"): 8e9 / 8}
+    sums = [zero(2, grad_accum_dtype=bits).gradients("it", BILLION)[0].bytes for bits in (None, "bf16")]
+    assert sums == [4e9 / 8, 2e9 / 8 * 2]
+
+
+def test_stage_1_has_whole_sums_in_fp32_from_the_start_where_it_adds_up_in_it() -> None:
+    """DeepSpeed's BF16_Optimizer: 4 bytes of each number on each rank, and gradients in bf16 beside."""
+    summing = zero(1, grad_accum_dtype="fp32")
+    assert [each.bytes for each in summing.kept("it", BILLION)] == [4e9]
+    assert [each.bytes for each in summing.gradients("it", BILLION)] == [6e9]
+    assert [each.bytes for each in summing.step("it", BILLION)] == [4e9, 2e9]
+    assert zero(1).kept("it", BILLION) == zero(1, adam_offload=True, grad_accum_dtype="fp32").kept("it", BILLION) == []
 
 
 def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
