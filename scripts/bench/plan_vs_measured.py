@@ -47,6 +47,7 @@ def vision_language(folder: Path) -> list[str]:
     return (
         f"--pretrain {model} --prompt_data {questions(folder / 'data', 4, 112)} --prompt_max_len 42 "
         f"--generate_max_len 24 --min_new_tokens 24 --max_pixels {112 * 112} --limit_mm_image_per_prompt 1 "
+        "--limit_mm_video_per_prompt 0 "
         "--init_kl_coef 0.01 --train_batch_size 8 --rollout_batch_size 2 --n_samples_per_prompt 4 "
         "--micro_train_batch_size 8 --micro_rollout_batch_size 8 --parity_every 0 --engine_type hf"
     ).split()

@@ -54,8 +54,7 @@ def accelerators() -> int:
     """Those of this host; 0 without any."""
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    return 0 if accelerator.device_name() == "cpu" else accelerator.device_count()
+    return 0 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
 def cpu(local: int) -> Device:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ...config.shared import RewardConfig
 from ...rewards.recipe import Recipe, RecipeEntry, recipe_from_components, recipe_of
@@ -51,49 +51,30 @@ def reward_models(rewards: Mapping[str, RewardConfig], online: bool = False) -> 
     found = {}
     for what, reward in rewards.items():
         for name, path in named_entries(reward.reward_pretrain).items():
-            found[f"{what} {name}"] = RewardModel(_judge(path, online), reward.reward_cpu_offload, divided=True)
+            found[f"{what} {name}"] = RewardModel(_model_of(path, online), reward.reward_cpu_offload, divided=True)
         for entry in _scorers(reward):
             for number, (setting, path, offload, width) in enumerate(_checkpoints(entry)):
                 called = f"{what} {entry.name}{f' ({setting})' if number else ''}"
-                found[called] = RewardModel(_scorers_model(path, online, width), offload, divided=False)
+                found[called] = RewardModel(_model_of(path, online, width), offload, divided=False)
     return found
 
 
-def _judge(path: str, online: bool) -> Model:
-    """A checkpoint of `reward_pretrain`, in the precision that it is stored in."""
-    config, _ = _read(path, online)
-    if config is None:
-        return UNKNOWN
-    text = "Sequence" in (config.architectures or [""])[0]
-    auto = AutoModelForSequenceClassification if text else AutoModelForImageTextToText
-    dtype = config.dtype or torch.float32
-    module = on_meta(lambda: auto.from_config(config, dtype=dtype))
-    return Model.of(module.requires_grad_(False), dtype.itemsize)
-
-
-def _scorers_model(path: str, online: bool, width: int | None) -> Model:
-    """A checkpoint that a scorer loads, such as CLIP's; width: bytes of a weight, default: as it is stored."""
-    config, shipped = _read(path, online)
-    kind = None if config is None else getattr(transformers, (config.architectures or [""])[0], None)
-    if config is None or (kind is None and not shipped):
-        return UNKNOWN
-    module = on_meta(lambda: kind(config) if kind else AutoModelForImageTextToText.from_config(config))
-    return Model.of(module.requires_grad_(False), width or (config.dtype or torch.float32).itemsize)
-
-
-def _read(path: str, online: bool) -> tuple[Any, bool]:
-    """(configuration, whether it is shipped here); None for one that is nowhere to be found."""
+def _model_of(path: str, online: bool, width: int | None = None) -> Model:
+    """A checkpoint's; width: bytes of a weight, default: as it is stored."""
     known = None if Path(path).is_dir() else find_shipped(path)
-    if known is not None:
-        config = AutoConfig.for_model(known.pop("model_type"), **known)
-        config.dtype = config.dtype or torch.bfloat16  # in which language models are published
-        return config, True
     try:
-        if online:
-            fetch_model(path, files=["config.json"])
-        return AutoConfig.from_pretrained(path, local_files_only=not Path(path).is_dir()), False
+        if known is not None:
+            config = AutoConfig.for_model(known.pop("model_type"), **known)
+        else:
+            if online:
+                fetch_model(path, files=["config.json"])
+            config = AutoConfig.from_pretrained(path, local_files_only=not Path(path).is_dir())
+        kind = getattr(transformers, (config.architectures or [""])[0], AutoModelForImageTextToText.from_config)
+        module = on_meta(lambda: kind(config))
     except (OSError, ValueError):
-        return None, False  # the run itself says what it cannot load
+        return UNKNOWN  # the run itself says what it cannot load
+    stored = config.dtype or (torch.float32 if known is None else torch.bfloat16)  # in which language models come
+    return Model.of(module.requires_grad_(False), width or stored.itemsize)
 
 
 def _scorers(reward: RewardConfig) -> Iterator[RecipeEntry]:

@@ -121,7 +121,7 @@ def test_a_step_of_stage_0_is_over_all_of_a_model() -> None:
     model, speeds = Model(10**9, 0, 10**6, 10**6, width=2), Speeds.of(CARD, 2, 8, 8)
     settings = (parse_run(RunConfig, ["--zero_stage", stage]).config.distributed for stage in ("0", "1"))
     whole, part = (speeds.optimizer_step(Zero(each, 8, False), model, 1) for each in settings)
-    assert whole == pytest.approx(8 * part, rel=0.01)
+    assert whole == pytest.approx(8 * part, rel=0.1)  # but for starting operations
 
 
 def test_ranks_of_a_host_are_no_more_than_its_cards(monkeypatch) -> None:
