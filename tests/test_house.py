@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2646, "experience": 3178, "config": 5012, "runtime": 6039, "data": 3691,
-    "models": 5941, "rollout": 5393, "rewards": 4485, "algorithms": 1835, "trainer": 7717, "observe": 3596,
+    "models": 5941, "rollout": 5397, "rewards": 4485, "algorithms": 1835, "trainer": 7717, "observe": 3596,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
