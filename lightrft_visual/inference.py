@@ -95,14 +95,15 @@ class Checkpoint:
         return ((self.run.get("data") or {}).get("image_key") or "input_image") if self.draws else "images"
 
     @contextmanager
-    def model(self) -> Iterator[str]:
-        """The folder of the model; adapters of a pipeline are joined with their base, once on a host."""
+    def model(self, bf16: bool | None = None) -> Iterator[str]:
+        """The folder of the model; adapters of a pipeline are joined with their base, once on a host. bf16: None: as
+        the run had it."""
         if not self.adapted:
             yield self.path
             return
         from .models.diffusion.opening import save_text_length
 
-        bf16 = self.run.get("model", {}).get("bf16", False)
+        bf16 = self.run.get("model", {}).get("bf16", False) if bf16 is None else bf16
 
         def write(folder: Path) -> None:
             self.pipeline(bf16, complete=False).save_pretrained(folder)
@@ -147,6 +148,8 @@ class Checkpoint:
         """Tokens of the T5 or LLM encoder's inputs in the run, None for the pipeline's own number."""
         from .models.diffusion.opening import saved_text_length
 
+        if not self._family().takes_text_length:
+            return None
         told = self.run.get("model", {}).get("max_sequence_length")
         folder = self._trained_on() if self.adapted else self.path
         told = told or (saved_text_length(folder) if isinstance(folder, str) else None)
@@ -205,7 +208,7 @@ def _configured(
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     with ExitStack() as lent:
         scratch = lent.enter_context(tempfile.TemporaryDirectory(prefix="lightrft_visual_"))
-        model = lent.enter_context(checkpoint.model())
+        model = lent.enter_context(checkpoint.model(settings.get("bf16", settings.get("model.bf16"))))
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")

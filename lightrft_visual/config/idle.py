@@ -65,7 +65,8 @@ def check_evaluation(config: Any) -> None:
     if config.model.pretrain != EMBEDDED and not data.evaluated and data.max_eval_samples > 0:
         reader = "evaluations, whose prompts --eval_data names"
         _say_idle(data, not_usual(data, ("eval_split", "max_eval_samples")), reader)
-        _say_idle(output, ["eval_steps"] if (output.eval_steps or 0) > 0 else [], reader)
+        saves = output.save_steps is None  # by the interval of evaluations
+        _say_idle(output, ["eval_steps"] if (output.eval_steps or 0) > 0 and not saves else [], reader)
 
 
 def _say_idle(section: Any, names: list[str], reader: str) -> None:

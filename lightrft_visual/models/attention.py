@@ -292,7 +292,10 @@ def _kernel(
     if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
 
-        made = flash_attn_varlen_func(q, k, v, *ends, *longest, softmax_scale=scale, causal=causal, window_size=window)
+        made = flash_attn_varlen_func(
+            q, k, v, *ends, *longest, softmax_scale=scale, causal=causal, window_size=window,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
         return made.unsqueeze(0)
     from torch.nn.attention.varlen import varlen_attn
 

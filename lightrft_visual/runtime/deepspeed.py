@@ -210,7 +210,7 @@ class DeepspeedStrategy:
             )
         kept.warn(self.dtype)
         engine.checkpoint_engine = SafeCheckpointEngine()
-        return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
+        return TrainEngine(engine, self.config.zero_stage, settings.max_norm, self.config.deterministic)
 
     def prepare_inference(self, module: nn.Module, on_host: bool = False) -> nn.Module:
         """Place a frozen module (reference, reward model): sharded under ZeRO-3, whole otherwise.

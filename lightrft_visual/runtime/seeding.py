@@ -4,6 +4,8 @@ import hashlib
 import math
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -34,6 +36,19 @@ def choose_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes on reproducibility ask
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@contextmanager
+def strict_if_deterministic(chosen: bool) -> Iterator[None]:
+    """Inside, an operation without such a kernel is an error; only then PyTorch's attention takes the backward that has
+    one. chosen: nothing changes where not."""
+    if chosen:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        if chosen:
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 LEAST = 0.1  # share of its learning rate that cosine_with_min_lr ends at

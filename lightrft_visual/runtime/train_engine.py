@@ -23,6 +23,7 @@ from ..errors import CheckpointError, NonFiniteError
 from . import collectives, vendor_patches
 from .checkpoint.ranks import files_of_ranks, masters_of, stage_3, stages_1_and_2
 from .offload import OptimizerOffload, empty_storages
+from .seeding import strict_if_deterministic
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,10 @@ class TrainEngine:
     A loss or gradient that is not finite on any rank leaves the weights of every rank as they were.
     """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
-        self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float, deterministic: bool = False
+    ):
+        self.engine, self.zero_stage, self.max_norm, self.deterministic = engine, zero_stage, max_norm, deterministic
         self._bad: torch.Tensor | None = None  # on the device: whether a loss since the last step was not finite
         self._accumulated = 0  # losses since the last step
         optimizer = getattr(engine, "optimizer", None)
@@ -134,7 +137,8 @@ class TrainEngine:
         self._accumulated += 1
         settles = last and self._settles and self._accumulated > 1
         self.engine.set_gradient_accumulation_boundary(last and not settles)
-        self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
+        with strict_if_deterministic(self.deterministic):
+            self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         if settles:
             vendor_patches.settle_gradients(self.engine)
         self._training(False)

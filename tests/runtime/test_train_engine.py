@@ -18,6 +18,7 @@ from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.parity import log_prob_difference
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.seeding import choose_deterministic, strict_if_deterministic
 from lightrft_visual.runtime.train_engine import TrainEngine, _left_out
 
 RULE = ScoringRule(temperature=1.0)
@@ -116,6 +117,23 @@ def test_what_backward_recomputes_has_the_dropout_of_the_forward_though_scoring_
         engine.accumulate(loss, last=True)
         gradients.append([p.grad.clone() for p in engine.module.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
+def test_backward_alone_is_strict_where_a_run_is_deterministic():
+    def mode() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    before = torch.get_deterministic_debug_mode()
+    with strict_if_deterministic(False):
+        assert mode() == (False, False)
+    try:
+        choose_deterministic()
+        with pytest.raises(ValueError), strict_if_deterministic(True):
+            assert mode() == (True, False)
+            raise ValueError
+        assert mode() == (True, True)
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def test_hooks_that_are_left_out_come_back_in_their_places_and_others_as_the_block_leaves_them():

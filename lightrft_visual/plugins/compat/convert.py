@@ -88,11 +88,13 @@ def convert(system: str, file: Path) -> Converted:
         except ConfigError as error:
             left_out[name] = _why(names, name, value, error)
     unset = {} if elsewhere else unset_there(system, verb, taken, file.read_text("utf-8-sig"))
-    unset = _others_than_here(verb, names, unset, [*left_out, *idle])
+    misread = [name for name, why in (left_out | idle).items() if why != UNSET]
+    unset = _others_than_here(verb, names, unset, misread)
     taken |= unset
     _leave_out_refused(verb, taken, left_out, unset)
     left_out |= idle
-    _say_missing(system, verb, taken, left_out)
+    if not elsewhere:
+        _say_missing(system, verb, taken, left_out)
     words = [f"--{name} {_shell(value)}" for name, value in taken.items()]
     command = " \\\n    ".join([f"lightrft-visual train {verb}", *words])
     return Converted(system, command, left_out, [name for name in unset if name in taken])

@@ -297,7 +297,8 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
         found.setdefault("critic_learning_rate", found["learning_rate"])
     if _is(found, "use_peft", "true"):
         for name, value in (("lora_rank", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
-            found.setdefault(name, value)
+            if name.replace("rank", "r") not in found:  # a computed one keeps its name there
+                found.setdefault(name, value)
         del found["use_peft"]
     elif _is(found, "use_peft", "none", "false") and found.pop("peft", None) is None:
         names = [name for name in found if name.startswith("lora_")]
@@ -308,9 +309,10 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
         left_out["target_modules"] = f"{told}--target_modules q_proj,v_proj"
     if _is(found, "fp16", "true") and "bf16" not in found:
         found["bf16"] = False
-    betas = found.pop("adam_beta1", 0.9), found.pop("adam_beta2", 0.999)
-    if betas != (0.9, 0.999):
-        found["adam_betas"] = list(betas)
+    betas = [_number(found.get(name, usual)) for name, usual in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
+    if None not in betas and found.keys() & {"adam_beta1", "adam_beta2"}:
+        _drop(found, {}, ("adam_beta1", "adam_beta2"), "")
+        found |= {"adam_betas": betas} if betas != [0.9, 0.999] else {}
     if verb in ("grpo", "rloo"):
         if verb == "grpo":
             _loss_of_trl(found)

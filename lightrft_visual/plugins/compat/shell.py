@@ -123,7 +123,7 @@ def _expanded(word: str, variables: Variables) -> list[str]:
     if isinstance(inside, list):
         return [each for item in inside for each in _expanded(item, variables)]
     items = _split(inside) if isinstance(inside, str) else []
-    several = len(items) > 1 and all(map(SETTING.match, items))
+    several = all(map(SETTING.match, items)) and any(map(OVERRIDE.match, items))
     if several or (items and (items[0].startswith("--") or OVERRIDE.match(items[0]))):
         return [each for item in items for each in _expanded(item, variables)]
     return [_value(word, variables)]

@@ -225,7 +225,7 @@ def without_zero_advantages(
 class RewardUpdate:
     """Reward FL: no replay; the gradient goes through the decoded images of this very forward.
 
-    score: the differentiable reward of (media, rows). micro_batch_size: samples a forward.
+    score: the differentiable reward of (media, rows). micro_batch_size: samples a forward. name: of the reward.
     """
 
     engine: TrainEngine
@@ -234,6 +234,7 @@ class RewardUpdate:
     score: Callable[[T, DrawingBatch], DifferentiableScore]
     run_seed: int
     micro_batch_size: int
+    name: str
 
     def step(
         self, requests: DrawingBatch, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
@@ -264,7 +265,7 @@ class RewardUpdate:
             self.engine.accumulate(outputs.loss, last)
         host.wait()
         media, scores, valid = (torch.cat(parts).cpu() for parts in zip(*drawn))
-        check_finite(scores, valid, "the differentiable reward")
+        check_finite(scores, valid, self.name)
         return self.engine.step(), Drawn(requests, [], media, RewardOutput(scores, {}, valid), policy_version=step)
 
     def _starting_noise(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
@@ -278,7 +279,7 @@ class RewardUpdate:
         self, requests: DrawingBatch, drawn: list[tuple[T, T, T]], host: HostCopies, media: T
     ) -> DifferentiableScore:
         scored = self.score(media, requests)
-        drawn.append((host.of(media.detach().clamp(0, 1)), host.of(scored.scores), scored.valid))
+        drawn.append((host.of(media.detach().clamp(0, 1)), host.of(scored.scores.detach()), scored.valid))
         return scored
 
 

@@ -25,6 +25,7 @@ from lightrft_visual.models.diffusion.families.base import by_kind, join_lora, p
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
 from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
 from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
+from lightrft_visual.models.diffusion.families.qwen_image_edit import QwenImageEdit
 from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
 from lightrft_visual.models.diffusion.opening import adapter_of, family_of
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, repeated_blocks
@@ -72,11 +73,14 @@ def test_every_block_that_attends_has_adapters(name):
 
 
 def test_a_text_length_where_the_model_has_its_own_is_refused():
-    with pytest.raises(ConfigError, match="StableDiffusionPipeline reads 77 tokens: leave max_sequence_length out"):
-        policy_of("sd15", length=5)
-    assert policy_of("sd15", length=77).family.text_length == 77  # as exported folders have it
-    with pytest.raises(ConfigError, match="reads texts of any length"):
-        policy_of("qwen_image_edit", length=5)
+    config = DiffusionRunConfig()
+    config.model.max_sequence_length, config.algorithm.diffusion_algorithm = 5, "ddpo"
+    with pytest.raises(ConfigError, match="this model reads 77 tokens: leave max_sequence_length out"):
+        StableDiffusion15.check(config)
+    assert policy_of("sd15", length=5).family.text_length == 77  # a folder of before may have any
+    config.algorithm.diffusion_algorithm = "flow_grpo"
+    with pytest.raises(ConfigError, match="this model reads texts of any length"):
+        QwenImageEdit.check(config)
 
 
 def test_flow_match_euler_shifts_as_the_pipeline_does_for_this_number_of_steps():

@@ -86,6 +86,11 @@ python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor
     "a weight of a KL that verl has off unless told": ("verl", "run.sh",
      "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=0.001\n",
      "algorithm.init_kl_coef=0", {"actor_rollout_ref.actor.kl_loss_coef": "use_kl_loss says"}),
+    "a setting without a value, whose default of TRL stands": ("trl", "grpo.yaml",
+     "num_generations: 8\nnum_train_epochs: null\n", "train.num_episodes=3", None),
+    "a quoted name with an equals sign in it": ("trl", "run.sh",
+     'NAME="lr=1e-6 n=8"\ngrpo.py --num_generations 8 --run_name "$NAME" --model_name_or_path m --dataset_name d\n',
+     "output.run_name='lr=1e-6 n=8'", None),
     "KL of EasyR1 goes with its loss": ("easyr1", "c.yaml",
      "algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 0.01}\n",
      "algorithm.use_kl_loss=true algorithm.kl_estimator=k3 algorithm.init_kl_coef=0.01", None),
@@ -371,7 +376,7 @@ python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --use_kl_loss -
         ("easyr1", "worker: {actor: {offload: {offload_params: true, offload_optimizer: true}}}"))},
     "a part of verl's training that stays on the device": ("verl", "c.yaml", """
 actor_rollout_ref: {actor: {fsdp_config: {param_offload: false, optimizer_offload: true}}}
-""", "rollout.offload_trainer=true", {"actor_rollout_ref.actor.fsdp_config.param_offload": "--offload_trainer"}),
+""", "rollout.offload_trainer=true", {}),
     **{f"the split that OpenRLHF evaluates, {more or 'unset'}": ("openrlhf", "run.sh",
      f"python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --eval_dataset d {more}\n",
      f"data.eval_split={split}", {}) for more, split in (("", "train"), ("--eval_split dev", "dev"))},

@@ -93,7 +93,8 @@ class OfScores:
 
 def reward_update(batch, *scores: tuple[list[float], list[bool]]) -> RewardUpdate:
     """Of micro-batches of two; batch: makes noise. scores: and which are valid, of each micro-batch."""
-    found = iter([DifferentiableScore(torch.tensor(each), torch.tensor(valid)) for each, valid in scores])
+    given = [(torch.tensor(each, requires_grad=True), torch.tensor(valid)) for each, valid in scores]
+    found = iter([DifferentiableScore(*each) for each in given])
     sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
     sampling = SimpleNamespace(
         remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
@@ -101,7 +102,7 @@ def reward_update(batch, *scores: tuple[list[float], list[bool]]) -> RewardUpdat
         batch=batch,
     )  # fmt: skip
     engine = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None)
-    return RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(found), 0, 2)
+    return RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(found), 0, 2, "mine")
 
 
 @pytest.mark.parametrize("epoch, purpose", [(0, "noise"), (1, "noise/1")])
@@ -124,10 +125,11 @@ def test_a_valid_score_that_is_not_finite_ends_a_reward_update_before_its_step()
 
     samples = drawing_batch([PromptRow("red", [])] * 2, [0, 1], 0)
     update = reward_update(drawn, ([0.8, float("nan")], [True, False]))
-    assert update.step(samples, None, 0, 0, MetricsAccumulator())[1].valid.tolist() == [True, False]
+    drew = update.step(samples, None, 0, 0, MetricsAccumulator())[1]
+    assert drew.valid.tolist() == [True, False] and not drew.scored.score.requires_grad
     update = reward_update(drawn, ([0.8, float("nan")], [True, True]))
     update.engine.step = None
-    with pytest.raises(RewardError, match="a score that is marked valid is not finite"):
+    with pytest.raises(RewardError, match="mine: a score that is marked valid is not finite"):
         update.step(samples, None, 0, 0, MetricsAccumulator())
 
 

@@ -92,11 +92,8 @@ class DiffusionFamily(ABC):
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
-        if text_length not in (None, self.default_text_length) and not self.takes_text_length:
-            own = "texts of any length" if self.default_text_length is None else f"{self.default_text_length} tokens"
-            raise ConfigError(f"{type(pipeline).__name__} reads {own}: leave max_sequence_length out")
         self.pipeline = pipeline
-        self.text_length = text_length or self.default_text_length
+        self.text_length = (text_length if self.takes_text_length else None) or self.default_text_length
         self.detach_guidance = False  # whether the unguided branch carries no gradient
         self.source_pixels: int | None = None  # area that source images are scaled to; None: the pipeline's own
         self.guidance_scale_2: float | None = None  # of the second of two experts; None: as the first
@@ -122,6 +119,9 @@ class DiffusionFamily(ABC):
                 f"{algorithm.name} needs a model that predicts {algorithm.prediction} (family {', '.join(fitting)}); "
                 f"{model.pretrain} predicts {cls.prediction}"
             )
+        if model.max_sequence_length not in (None, cls.default_text_length) and not cls.takes_text_length:
+            own = "texts of any length" if cls.default_text_length is None else f"{cls.default_text_length} tokens"
+            raise ConfigError(f"this model reads {own}: leave max_sequence_length out")
         if config.sampling.source_pixels is not None and not cls.most_source_images:
             raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
         if frames > 1 and not cls.draws_videos():
