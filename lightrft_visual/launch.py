@@ -195,12 +195,13 @@ def _put_back(environment: Mapping[str, str]) -> Iterator[None]:
     The process group of a rank alone ends, unless the program began it.
     """
     with importing():
-        import torch
         import torch.distributed as dist
         import transformers.utils.logging  # noqa: F401  its logger takes its level from the program's environment
 
+        from .runtime.seeding import kernel_modes, set_kernel_modes
+
     states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
-    deterministic = torch.get_deterministic_debug_mode()
+    modes = kernel_modes()
     set_rng_state(states | {"users": {}})  # what users' functions draw begins with the run
     grouped, hook = ranks_started() > 1 or dist.is_initialized(), sys.excepthook
     levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
@@ -225,7 +226,7 @@ def _put_back(environment: Mapping[str, str]) -> Iterator[None]:
                 if name in sys.modules:
                     sys.modules[name].enable_progress_bar()
         set_rng_state(states)
-        torch.set_deterministic_debug_mode(deterministic)
+        set_kernel_modes(modes)
         if not grouped:
             sys.excepthook = hook  # torch puts the rank before every line of a traceback
             if dist.is_initialized():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything the project, its quickstart and its tests need. Safe to run again: it does
 # nothing when the requirement files have not changed since the last complete run.
-#   LIGHTRFT_PYTHON    interpreter for the environment (default: python3.11, else python3)
+#   LIGHTRFT_PYTHON    interpreter for the environment (default: what .venv has, else python3.11, else python3)
 #   LIGHTRFT_TESTS     1: also what only the tests need (a browser)
 #   LIGHTRFT_DEVICE    cpu | cuda (default: cuda where nvidia-smi lists a GPU, else cpu)
 set -euo pipefail
@@ -16,7 +16,8 @@ if [ -z "$device" ]; then
 fi
 python=${LIGHTRFT_PYTHON:-}
 if [ -z "$python" ]; then
-  if python3.11 --version >/dev/null 2>&1; then python=python3.11; else python=python3; fi
+  if [[ $(version_of .venv/bin/python) =~ ^3\.1[123]$ ]]; then python=.venv/bin/python
+  elif python3.11 --version >/dev/null 2>&1; then python=python3.11; else python=python3; fi
 fi
 version=$(version_of "$python")
 if [[ ! $version =~ ^3\.1[123]$ ]]; then

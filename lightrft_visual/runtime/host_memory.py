@@ -14,8 +14,9 @@ _MIB = 2**20
 
 
 def nvidia_devices() -> int:
-    """How many NVIDIA devices the host has, whether or not its driver is one that torch can use."""
-    return len([each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
+    """How many NVIDIA devices of the host this process may open, whether or not torch can use their driver."""
+    found = [each for each in Path("/dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()]
+    return len([each for each in found if os.access(each, os.R_OK | os.W_OK)])
 
 
 def bound_spinning() -> None:

@@ -1,6 +1,7 @@
 """Packages that only some runs need: what for, and the line that installs them; and what is of this one."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -54,8 +55,8 @@ def unseen_devices() -> str | None:
     """Why torch sees none of the host's NVIDIA devices, and what to do; None where it does, or is to see none."""
     import torch
 
-    count, chosen = nvidia_devices(), os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
-    if not count or chosen in ("", "-1") or torch.cuda.is_available():
+    count, chosen = nvidia_devices(), os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    if not count or not re.match(r"\d|GPU-|MIG-", chosen) or torch.cuda.is_available():
         return None
     why = "is built for CPUs: install a build for CUDA"
     if built := torch.version.cuda:

@@ -36,6 +36,18 @@ def choose_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes on reproducibility ask
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # has no such backward, and says nothing
+
+
+def kernel_modes() -> tuple[int, bool]:
+    """What `choose_deterministic` changes in PyTorch, for `set_kernel_modes`."""
+    return torch.get_deterministic_debug_mode(), torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def set_kernel_modes(modes: tuple[int, bool]) -> None:
+    """As they were."""
+    torch.set_deterministic_debug_mode(modes[0])
+    torch.backends.cuda.enable_cudnn_sdp(modes[1])
 
 
 @contextmanager
