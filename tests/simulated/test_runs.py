@@ -65,8 +65,8 @@ SEEING = {
 DRAWING = {
     "flow_grpo": f"{FLOW_GRPO} 1",
     "flow_grpo_resumed": f"copy:flow_grpo {FLOW_GRPO} 2 --resume_from auto",
-    "flow_grpo_3": f"{LEFT_TO_THE_PLAN} --max_steps 1 --zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3 --reward_fn null "
-    "--components.clip_score 1 --components.placed 1 --kwargs.clip_score.model {clip} "
+    "flow_grpo_3": f"{LEFT_TO_THE_PLAN} --max_steps 1 --zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3 "
+    "--reward_fn null --components.clip_score 1 --components.placed 1 --kwargs.clip_score.model {clip} "
     "--kwargs.placed.scorer {placed}:drawn",
     "counted_nft": "--max_steps 1 --diffusion_algorithm diffusion_nft --guidance_scale 1 --zero_stage 1 "
     "--micro_train_batch_size 1",

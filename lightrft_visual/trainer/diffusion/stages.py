@@ -103,7 +103,7 @@ def worth_using(graphed: list[Graphed], only_advantages_count: bool) -> float | 
     """The kept steps of valid samples over all ranks, at least one, which the mean of an update on the graphs counts;
     None where a backward of all samples is more work than the replay of those that count. A collective."""
     numbers = torch.zeros(3, dtype=torch.float64)
-    for (experience, kept) in graphed:
+    for experience, kept in graphed:
         valid = experience.valid.bool()
         steps, counted = int(valid.sum()) * len(kept.steps), int((valid & experience.advantages.bool()).sum())
         numbers += torch.tensor([steps, counted, len(valid)])
