@@ -16,7 +16,7 @@ class VLSettings(TypedDict, total=False):
     bf16: bool
     """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
     attn_implementation: str
-    """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
+    """auto | sdpa | eager | flash_attention_2 | flash_attention_3. Default: 'auto'."""
     compile: bool
     """torch.compile of the blocks of trained models: slower to start, fewer kernels a step. Default: False."""
     use_liger_kernel: bool
@@ -976,7 +976,7 @@ class SFTSettings(TypedDict, total=False):
     bf16: bool
     """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
     attn_implementation: str
-    """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
+    """auto | sdpa | eager | flash_attention_2 | flash_attention_3. Default: 'auto'."""
     use_liger_kernel: bool
     """Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step. Default: False."""
     gradient_checkpointing: bool | str

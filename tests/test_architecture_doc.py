@@ -89,7 +89,7 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
     from lightrft_visual.observe.metrics import MetricsAccumulator
     from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
     from lightrft_visual.trainer.vl import parts
-    from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batch
+    from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batches
 
     picture(0).save(tmp_path / "image.png")
     checkpoint, data = checkpoint_of(tmp_path, "qwen2_5_vl"), DataConfig(apply_chat_template=False)
@@ -109,7 +109,7 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
         buffer.append(experience)
     ((micro_batch,),) = buffer.plan(0)
     config = AlgorithmConfig()
-    batch = plan_batch(buffer, [micro_batch], config, parts_of_loss(config, max_tokens=3))
+    (batch,) = plan_batches(buffer, [[micro_batch]], config, parts_of_loss(config, max_tokens=3))
     update = PolicyUpdate(PlainEngine(actor), config, stages.settings.sampling.scoring)
     update.step(buffer, batch, 0.0, MetricsAccumulator(), first=True)
     assert walked == [found(*type_name) for type_name, _ in WALK]

@@ -71,10 +71,14 @@ def global_denominators(masks: Sequence[T], max_tokens: int) -> LossDenominators
 
     Every rank must call it, also one whose masks are all false. `masks` must hold at least one tensor, for its device.
     """
-    tokens = torch.stack([mask.bool().sum() for mask in masks]).sum()
-    sequences = torch.stack([mask.bool().any(dim=1).sum() for mask in masks]).sum()
-    counts = all_reduce_sum(torch.stack([tokens, sequences]))
-    return LossDenominators(max(counts[0].item(), 1), max(counts[1].item(), 1), max_tokens)
+    return denominators_of_steps([masks], max_tokens)[0]
+
+
+def denominators_of_steps(steps: Sequence[Sequence[T]], max_tokens: int) -> list[LossDenominators]:
+    """The same of several train batches, by one collective."""
+    counts = [[(mask.bool().sum(), mask.bool().any(dim=1).sum()) for mask in masks] for masks in steps]
+    summed = torch.stack([torch.stack([*map(torch.stack, each)]).sum(dim=0) for each in counts])
+    return [LossDenominators(*(max(n, 1) for n in each), max_tokens) for each in all_reduce_sum(summed).tolist()]
 
 
 def token_mean(values: T, mask: T, denominators: LossDenominators) -> T:

@@ -6,6 +6,7 @@ and OpenRLHF (docs/coming_from.md). Lengths are in tokens, learning rates per op
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -72,6 +73,15 @@ def mixing_shares(probabilities: Sequence[float]) -> list[float]:
     return shares
 
 
+# transformers' names. A kernel of the hub is FlashAttention too, which finds the samples of a packed batch by itself.
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+_attention = Constraint(
+    lambda value: value in ATTENTIONS or re.fullmatch(r"[^/:]+/[^/:]*flash[^/:]*(:[^/:]+)?", str(value)) is not None,
+    f"it must be one of: {', '.join(ATTENTIONS)}, or FlashAttention of the hub, such as kernels-community/flash-attn3",
+    ATTENTIONS,
+)
+
+
 @dataclass
 class ModelConfig(Section):
     """What is trained. ``pretrain`` is a hub name, a checkpoint folder, or 'embedded' for the built-in tiny model."""
@@ -80,7 +90,7 @@ class ModelConfig(Section):
     critic_pretrain: str | None = None  # default: the actor's checkpoint with a fresh value head
     teacher_pretrain: str | None = None  # on-policy distillation: a model of the same tokens, often a larger one
     bf16: bool = False  # weights and forwards in bfloat16; optimizer states in float32
-    attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
+    attn_implementation: Annotated[str, _attention] = "auto"
     compile: bool = False  # torch.compile of the blocks of trained models: slower to start, fewer kernels a step
     use_liger_kernel: bool = False  # Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step
     gradient_checkpointing: Checkpointing = AUTO  # what of blocks runs again in backward; auto: by the plan, on a card

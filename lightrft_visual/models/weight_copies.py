@@ -38,8 +38,9 @@ def whole_on_host(parameters: Iterable[nn.Parameter], keep: bool) -> list[tuple[
 
 
 @contextmanager
-def standing_in(copies: Iterable[tuple[nn.Parameter, T]]) -> Iterator[None]:
-    """Inside, parameters hold these values, for who writes them; nothing computes with them."""
+def standing_in(copies: Iterable[tuple[T, T]]) -> Iterator[None]:
+    """Inside, parameters hold these values, of their own dtype where something computes with them. Nothing is copied:
+    who writes into them writes into the copies."""
     homes = [(parameter, parameter.data, copy) for parameter, copy in copies]
     for parameter, _, copy in homes:
         parameter.data = copy
@@ -50,22 +51,32 @@ def standing_in(copies: Iterable[tuple[nn.Parameter, T]]) -> Iterator[None]:
             parameter.data = home
 
 
+def _holder(parameter: nn.Parameter) -> T:
+    """What has the part of a parameter that this rank holds: its padded share (n) under ZeRO-3, else the whole."""
+    return parameter.ds_tensor if is_zero_param(parameter) else parameter
+
+
 def _held(parameter: nn.Parameter) -> T:
-    """The part of a parameter that this rank holds: its padded share (n) under ZeRO-3, else the whole."""
-    return parameter.ds_tensor.data if is_zero_param(parameter) else parameter.data
+    return _holder(parameter).data
 
 
-def _show_new_values(parameter: nn.Parameter) -> None:
-    """After a write to its parts: a small weight, which ZeRO-3 keeps whole on every rank, is gathered again, and the
-    second division within a host (zpg) made anew. All ranks call it."""
-    whole, divided_twice = parameter.ds_status == ZeroParamStatus.AVAILABLE, parameter.ds_secondary_tensor is not None
+@torch.no_grad()
+def _show_new_values(parameters: Iterable[nn.Parameter]) -> None:
+    """After their parts have changed: small weights, which ZeRO-3 keeps whole on every rank, are gathered again by one
+    collective, and the second divisions within a host (zpg) made anew. All ranks call it."""
+    divided = [parameter for parameter in parameters if is_zero_param(parameter)]
+    whole = [parameter for parameter in divided if parameter.ds_status == ZeroParamStatus.AVAILABLE]
+    twice = [each for each in divided if each.ds_secondary_tensor is not None]
     if whole:
-        parameter.partition()
-    if whole or divided_twice:
+        whole[0].partition(whole)
+    for parameter in divided:
         parameter.ds_secondary_tensor = None
-        parameter.all_gather([parameter])
-    if divided_twice and not whole:
-        parameter.partition()
+    if whole:
+        whole[0].all_gather_coalesced(whole).wait()
+    for parameter in twice:
+        if parameter.ds_status != ZeroParamStatus.AVAILABLE:  # one at a time: together they are a whole model
+            parameter.all_gather([parameter])
+            parameter.partition()
 
 
 class KeptWeights:
@@ -143,24 +154,16 @@ class WeightCopy(KeptWeights):
     def swapped(self) -> Iterator[None]:
         """The model computes with the copy inside this context and gets its weights back, bit for bit, afterwards.
 
-        Run no optimizer step inside. Graphs recorded before may be differentiated after it, not inside.
+        Nothing is copied where dtypes are the same; a collective under ZeRO-3. Run no optimizer step inside. Graphs
+        recorded before may be differentiated after it, not inside.
         """
-        weights = self._lend(self.values)
+        lent = [copy.to(part) for copy, part in zip(self.values, self._held_parts())]
         try:
-            yield
+            with standing_in(zip(map(_holder, self.parameters), lent)):
+                _show_new_values(self.parameters)
+                yield
         finally:
-            self._lend(weights)
-
-    @torch.no_grad()
-    def _lend(self, values: list[T]) -> list[T]:
-        """Write values into the parameters; returns copies of what stood there."""
-        parts = self._held_parts()
-        kept = [part.clone() for part in parts]
-        for parameter, part, value in zip(self.parameters, parts, values):
-            part.copy_(value)
-            if is_zero_param(parameter):
-                _show_new_values(parameter)
-        return kept
+            _show_new_values(self.parameters)
 
     def _held_parts(self) -> list[T]:
         """What this rank holds of each parameter. Raises RuntimeError where ZeRO-3 divided them after the copy."""
@@ -213,8 +216,7 @@ class FollowingWeights(KeptWeights):
             own.lerp_(value.to(own.device, own.dtype), share)
             if self.copies:
                 _held(parameter).copy_(own)
-            if is_zero_param(parameter):
-                _show_new_values(parameter)
+        _show_new_values(self.parameters)
 
     def load_state_dict(self, state: Mapping[str, T]) -> None:
         """Go on with the saved weights. All ranks call it."""

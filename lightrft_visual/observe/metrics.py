@@ -35,6 +35,15 @@ def as_double(value: Number) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.float64).detach()
 
 
+def numbers(values: Sequence[torch.Tensor]) -> list[float]:
+    """Scalars of any devices as numbers: those of one device leave it together, by one read."""
+    found: dict[int, float] = {}
+    for device in {value.device for value in values}:
+        own = {index: value.reshape(()) for index, value in enumerate(values) if value.device == device}
+        found |= zip(own, torch.stack([*own.values()]).tolist())
+    return [found[index] for index in range(len(values))]
+
+
 @dataclass
 class Moments:
     """Count, mean and sum of squared deviations; `merge` is exact for any split (Chan, Golub, LeVeque 1979)."""
@@ -60,7 +69,7 @@ class Moments:
             return cls()
         values = values.detach().double()
         mean = values.mean()
-        return cls(float(values.numel()), mean.item(), (values - mean).square().sum().item())
+        return cls(float(values.numel()), *numbers([mean, (values - mean).square().sum()]))
 
     @classmethod
     def over_ranks(cls, values: torch.Tensor) -> Moments:
@@ -184,10 +193,12 @@ class MetricsAccumulator:
         return result
 
     def _host_values(self) -> dict[str, dict]:
+        sums, maxima = itertools.chain(*self._sums.values()), itertools.chain(*self._maxima.values())
+        read = iter(numbers([*sums, *self._totals.values(), *maxima]))
         return {
-            "sums": {name: (top.item(), bottom.item()) for name, (top, bottom) in self._sums.items()},
-            "totals": {name: value.item() for name, value in self._totals.items()},
-            "maxima": {name: largest([value.item() for value in values]) for name, values in self._maxima.items()},
+            "sums": {name: (next(read), next(read)) for name in self._sums},
+            "totals": {name: next(read) for name in self._totals},
+            "maxima": {name: largest([next(read) for _ in values]) for name, values in self._maxima.items()},
             "moments": self._moments,
         }
 

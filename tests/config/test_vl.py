@@ -5,7 +5,7 @@ import pytest
 from lightrft_visual.config.idle import check_run
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.sft import SFTRunConfig
-from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
+from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 
 
@@ -198,3 +198,12 @@ def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(se
 def test_settings_of_evaluations_are_said_to_do_nothing_without_held_out_prompts(schema, flags, told, caplog):
     load_config(schema, flags.split(), preset=None)
     assert [each.message for each in caplog.records if "eval_" in each.message] == told
+
+
+def test_attention_goes_by_the_names_of_transformers_and_those_of_flash_attention_on_the_hub():
+    hub = ("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3@v1:fwd")
+    for name in ("flash_attention_2", "flash_attention_3", *hub):
+        assert ModelConfig(attn_implementation=name).attn_implementation == name
+    for name in ("flash_attention", "kernels-community/moe", "a/b/flash"):
+        with pytest.raises(ConfigError, match="flash_attention_3, or FlashAttention of the hub, such as"):
+            ModelConfig(attn_implementation=name)

@@ -1,5 +1,8 @@
 """Copies of weights have memory of their own; LoRA adds into the base's output, with peft's results in fewer passes."""
 
+from unittest.mock import patch
+
+import deepspeed
 import forked
 import pytest
 import torch
@@ -72,6 +75,31 @@ def test_state_round_trip_and_mismatch():
         WeightAverage(nn.Linear(4, 2).parameters(), 0.5, 3).load_state_dict(average.state_dict())
 
 
+def test_weights_of_the_copys_type_are_not_copied_while_it_stands_in_for_them():
+    model = layer()
+    copy, home = WeightCopy(model.parameters()), model.weight.data_ptr()
+    with copy.swapped():
+        assert model.weight.data_ptr() == copy.copies[0].data_ptr()
+    assert model.weight.data_ptr() == home
+
+
+def lend_what_zero_3_keeps_whole():
+    """As it does with small weights: a look at others takes one collective, and one brings its own back."""
+    deepspeed.init_distributed("gloo")
+    model = nn.Sequential(layer(), layer())
+    deepspeed.zero.Init(module=model)
+    own, wanted = list(model.parameters()), layer().weight
+    own[0].all_gather(own)
+    copy = WeightCopy(own)
+    moved([each.ds_tensor for each in own])
+    backend = deepspeed.comm.comm.cdb
+    with patch.object(backend, "all_gather_into_tensor", wraps=backend.all_gather_into_tensor) as gathers:
+        with copy.swapped():
+            assert gathers.call_count == 1 and torch.equal(own[0], wanted) and torch.equal(own[2], wanted)
+        assert gathers.call_count == 2 and torch.equal(own[0], wanted + 1) and torch.equal(own[2], wanted + 1)
+    torch.testing.assert_close(own[0].ds_tensor - copy.copies[0], torch.ones(3), rtol=0, atol=1e-6)
+
+
 def copies_on_two_ranks(whole):
     """What a rank saves of an average and of a reference, and what others have of all ranks' states, or of `whole`."""
     torch.distributed.init_process_group("gloo")
@@ -91,6 +119,7 @@ def copies_on_two_ranks(whole):
         found.append((state, [float(each.detach().mean()) for each in held], getattr(other, "steps", 0)))
     with pytest.raises(ValueError, match="tensors"):
         average.load_state_dict({"steps": torch.tensor(1), "7": torch.ones(2), "8": torch.ones(2), "9": torch.ones(2)})
+    lend_what_zero_3_keeps_whole()
     return found
 
 

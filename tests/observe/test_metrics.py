@@ -80,3 +80,17 @@ def test_ranks_are_combined_and_may_have_different_names(monkeypatch):
     theirs = other._host_values()
     monkeypatch.setattr(metrics_module, "all_gather_object", lambda value: [value, theirs])
     assert mine.reduce() == {"loss": 0.75, "images_only": 5.0, "worst": 9.0, "tokens": 11.0}
+
+
+def test_metrics_of_a_step_leave_the_device_by_one_read(monkeypatch):
+    read, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: read.append(len(self)) or tolist(self))
+    accumulator = MetricsAccumulator()
+    for value in (1.0, 3.0):
+        accumulator.add("loss", torch.tensor([value]), 2)
+        accumulator.add_total("tokens", torch.tensor(5))
+        accumulator.add_max("worst", torch.tensor(value))
+        accumulator.add_max("other", -value)
+    assert accumulator.reduce() == {"loss": 1.0, "tokens": 10.0, "worst": 3.0, "other": -1.0}
+    assert read == [7]

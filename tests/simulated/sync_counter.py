@@ -133,11 +133,14 @@ class SyncCounter(TorchDispatchMode):
 
     def run(self, trainer) -> None:
         """The trainer's whole run, counted."""
-        update = getattr(trainer, "policy_update", None) or trainer.replay_update
-        engine = getattr(trainer, "actor", None) or trainer.engine
-        around(update, "step", before=self._begin)
-        around(engine, "accumulate", before=self._micro_batch)
-        around(engine.engine, "step", after=self._cut)
+        for name in ("policy_update", "value_update", "replay_update"):
+            if getattr(trainer, name, None) is not None:
+                around(getattr(trainer, name), "step", before=self._begin)
+        if hasattr(trainer, "reward_update"):  # whose samples go through no buffer
+            around(trainer.reward_update, "step", before=self._begin, after=self._end)
+        for engine in trainer.engines().values():
+            around(engine, "accumulate", before=self._micro_batch)
+            around(engine.engine, "step", after=self._cut)
         around(trainer.buffer, "clear", before=self._end)
         if hasattr(trainer.maker, "forward_stage"):
             around(trainer.maker.forward_stage, "run", before=self._begin, after=lambda: self._end("score"))

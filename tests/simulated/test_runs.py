@@ -46,6 +46,10 @@ PPO = (
     "--reward_running_norm true --save_steps 1 --max_steps"
 )
 FLOW_GRPO = "--beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true --save_steps 1 --max_steps"
+REWARD_FL = (
+    "--diffusion_algorithm reward_fl --differentiable_reward shape_match --zero_stage 0 --mid_timestep 1 "
+    "--final_timestep 2 --warmup_steps 0"
+)
 SEEING = {
     "moved": "--zero_stage 2 --offload_trainer true --gradient_checkpointing true --reward_running_norm true "
     "--init_kl_coef 0.05 --offload_reference true",
@@ -61,12 +65,12 @@ SEEING = {
 DRAWING = {
     "flow_grpo": f"{FLOW_GRPO} 1",
     "flow_grpo_resumed": f"copy:flow_grpo {FLOW_GRPO} 2 --resume_from auto",
-    "flow_grpo_3": "--max_steps 1 --zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3 --reward_fn null "
-    "--components.clip_score 1 --components.placed 1 --kwargs.clip_score.model {clip} "
+    "flow_grpo_3": f"{LEFT_TO_THE_PLAN} --max_steps 1 --zero_stage 3 --beta 0.1 --lora_rank 0 --learning_rate 1e-3 "
+    "--reward_fn null --components.clip_score 1 --components.placed 1 --kwargs.clip_score.model {clip} "
     "--kwargs.placed.scorer {placed}:drawn",
-    "nft": f"{LEFT_TO_THE_PLAN} --max_steps 1 --diffusion_algorithm diffusion_nft --guidance_scale 1 --zero_stage 1",
-    "reward_fl": "--diffusion_algorithm reward_fl --differentiable_reward shape_match --zero_stage 0 --mid_timestep 1 "
-    "--final_timestep 2 --warmup_steps 0 --gradient_checkpointing true --use_gradient_checkpointing_offload true",
+    "counted_nft": "--max_steps 1 --diffusion_algorithm diffusion_nft --guidance_scale 1 --zero_stage 1 "
+    "--micro_train_batch_size 1",
+    "reward_fl": f"{REWARD_FL} --gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
 # Counted by `sync_counter`: two optimizer steps of 8 micro-batches on each of two ranks, of one rollout.
 ONE_ROLLOUT = "--micro_train_batch_size 1 --max_eval_samples 0 --max_steps 1"
@@ -74,7 +78,7 @@ OF_8 = f"{ONE_ROLLOUT} --rollout_batch_size 8 --train_batch_size 16 --share_pref
 COUNTED_SEEING = {
     "counted_waiting": f"{OF_8} --zero_stage 0",
     "counted_packed": f"{OF_8} --zero_stage 2 --packing_samples true --init_kl_coef 0.05 --use_kl_loss true "
-    "--kl_estimator k3 --papo_coef 0.02",
+    "--kl_estimator k3 --papo_coef 0.02 --advantage_estimator gae --lora_rank 4",
     "counted_unified": f"{OF_8} --zero_stage 0 --guidance_scale 2 --reward_fn {{placed}}:score "
     "--pretrain {janus} --prompt_data {janus}/rows.jsonl",
 }
@@ -82,6 +86,7 @@ COUNTED_DRAWING = {
     "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --zero_stage 2 --beta 0.1",
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
+COUNTED_REWARD = {"counted_reward_fl": f"{REWARD_FL} {ONE_ROLLOUT} --train_batch_size 8"}
 EXPERTS = {  # of Wan, whose samples need now the one, now the other, and which several ranks divide
     "counted_experts": f"{ONE_ROLLOUT} --train_batch_size 4 --pretrain {{wan}} --num_frames 5 --num_steps 5 "
     "--sigmas 1,0.8,0.5,0.3,0.1 --timestep_fraction 0.5 --timestep_choice random --zero_stage 3 --reward_fn "
@@ -92,11 +97,11 @@ DIVIDED = {  # 8 micro-batches
     "counted_sequence": f"{ONE_ROLLOUT} --zero_stage 2 --sp_size 2 --packing_samples true",
     "counted_zero_3": f"{OF_8} --zero_stage 3 --init_kl_coef 0.05",
 }
-ONE_STEP = ("ppo", "flow_grpo", "bf16", "models", "flow_grpo_3", "nft")
+ONE_STEP = ("ppo", "flow_grpo", "bf16", "models", "flow_grpo_3", "counted_nft")
 COMPARED = ("moved", "rloo_lora", "flow_grpo", "reward_fl")
 RUNS = {
     1: (*COMPARED, "bf16", "flow_grpo_resumed"),
-    2: ("ppo", "ppo_resumed", "models", "flow_grpo_3", "nft"),
+    2: ("ppo", "ppo_resumed", "models", "flow_grpo_3", "counted_nft"),
 }
 PLACED = """
 import numpy
@@ -146,7 +151,7 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
     runs, seeing = {}, SEEING | COUNTED_SEEING | DIVIDED
     for name in names:
-        flags = (seeing | DRAWING | COUNTED_DRAWING | COUPLED | EXPERTS)[name]
+        flags = (seeing | DRAWING | COUNTED_DRAWING | COUNTED_REWARD | COUPLED | EXPERTS)[name]
         if device == "cpu":
             flags = flags.replace("--offload_trainer true", "").replace("--offload_reference true", "")
         words = flags.format(**given).split()
@@ -165,7 +170,7 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
 def simulated(tmp_path_factory, cache_root, given) -> dict[int, Path]:
     return {
         ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", names, ranks, given)
-        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUPLED, *DIVIDED, *EXPERTS)))
+        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUNTED_REWARD, *COUPLED, *DIVIDED, *EXPERTS)))
     }
 
 
@@ -187,17 +192,26 @@ def waits(folder: Path, name: str, phase: str) -> list[list[dict]]:
     return [json.loads((folder / name / f"waits_{rank}.json").read_text())[phase] for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", (*COUNTED, "counted_nft"))
 def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_device(simulated, name):
-    """In `counted_waiting` the loop over micro-batches reads each loss, which is counted by its line."""
+    """In `counted_waiting` the loop over micro-batches reads each loss, which is counted by its line. `counted_packed`
+    trains a critic too."""
     for spans in waits(simulated[2], name, "train"):
-        assert len(spans) == 2 and all(span["micro_batches"] >= 8 for span in spans)
+        assert len(spans) == (4 if name == "counted_packed" else 2)
+        assert all(span["micro_batches"] >= (6 if name == "counted_nft" else 8) for span in spans)
         for span in spans:
             assert sum(span["collectives"].values()) == 1, span
             reads = sorted(span["reads"].values())
             assert name != "counted_waiting" or reads.pop() == 8, span
             assert sum(reads) <= 2, span
         assert any(span["reads"] for span in spans)
+
+
+def test_an_update_by_the_rewards_gradient_reads_the_device_as_often_as_drawing_and_training(simulated):
+    """Two times each: it draws what it trains on."""
+    for (span,) in waits(simulated[2], "counted_reward_fl", "train"):
+        assert span["micro_batches"] == 4 and sum(span["collectives"].values()) == 1, span
+        assert 1 <= sum(span["reads"].values()) <= 4, span
 
 
 def test_a_loss_of_whole_groups_asks_the_device_once_an_update_and_the_other_ranks_twice(simulated):

@@ -99,15 +99,16 @@ def kept_bytes(forward: Callable[[], T], weights: Iterable[T]) -> int:
     return sum(found.values())
 
 
-def worth_using(graphed: list[Graphed], only_advantages_count: bool) -> bool:
-    """Whether a backward of all samples is less work than the replay of those that count. A collective."""
-    if not only_advantages_count:
-        return True
-    experiences = [each.experience for each in graphed]
-    counted = sum(int((each.valid & each.advantages.bool()).sum()) for each in experiences)
-    numbers = torch.tensor([counted, sum(len(each.valid) for each in experiences)], dtype=torch.float64)
-    counted, samples = collectives.all_reduce_sum(numbers).tolist()
-    return counted >= WORTH * samples
+def worth_using(graphed: list[Graphed], only_advantages_count: bool) -> float | None:
+    """The kept steps of valid samples over all ranks, at least one, which the mean of an update on the graphs counts;
+    None where a backward of all samples is more work than the replay of those that count. A collective."""
+    numbers = torch.zeros(3, dtype=torch.float64)
+    for experience, kept in graphed:
+        valid = experience.valid.bool()
+        steps, counted = int(valid.sum()) * len(kept.steps), int((valid & experience.advantages.bool()).sum())
+        numbers += torch.tensor([steps, counted, len(valid)])
+    steps, counted, samples = collectives.all_reduce_sum(numbers).tolist()
+    return None if only_advantages_count and counted < WORTH * samples else max(steps, 1.0)
 
 
 @dataclass

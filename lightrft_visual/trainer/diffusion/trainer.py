@@ -58,8 +58,9 @@ class DiffusionTrainer(PolicyTrainer):
     def _learn(self, data: StepData) -> None:
         """`max_epochs` passes over the step's samples, an optimizer step for each train batch."""
         if isinstance(data.batches[0], Graphed):
-            if worth_using(data.batches, self.config.only_advantages_count):
-                result = self.replay_update.step_on_graphs(data.batches, self._context(True), data.metrics)
+            total = worth_using(data.batches, self.config.only_advantages_count)
+            if total is not None:
+                result = self.replay_update.step_on_graphs(data.batches, self._context(True), data.metrics, total)
                 self._finish_update(result, data.metrics)
                 return
             data.batches = experiences_of(data)

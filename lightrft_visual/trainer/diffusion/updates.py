@@ -99,22 +99,23 @@ class ReplayUpdate:
                 self.engine.accumulate(outputs.loss, last)
         return self.engine.step()
 
-    def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
+    def step_on_graphs(
+        self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator, total: float
+    ) -> StepResult:
         """The same on the rollout's own graphs, a backward for each of its micro-batches. A collective.
 
         Args:
             graphed: the micro-batches, of which none is left.
             context: for the loss.
             metrics: what those of the loss are added to.
+            total: what the mean counts; see `worth_using`.
         """
-        count = sum(int(each.valid.sum()) * len(kept.steps) for each, kept in graphed)
-        total = collectives.all_reduce_sum(torch.tensor(float(count))).item()
         while graphed:
             experience, kept = graphed.pop(0)
             experience.to_device(kept.log_probs.device)
             part = batch_at(experience, torch.tensor(kept.steps).expand(len(experience.latents), -1))
             part.kept = kept
-            outputs = self.loss.loss(context, part, max(total, 1.0))
+            outputs = self.loss.loss(context, part, total)
             _add_loss(metrics, outputs, part.valid.sum(), not graphed, first=True)
             self.engine.accumulate(outputs.loss, last=not graphed)
         return self.engine.step()

@@ -21,7 +21,7 @@ from ..loop import PolicyTrainer
 from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
 from .parts import VLParts, export_actor
-from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, kl_per_token, plan_batch
+from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, kl_per_token, plan_batches
 
 
 class VLTrainer(PolicyTrainer):
@@ -112,7 +112,7 @@ class VLTrainer(PolicyTrainer):
         seed, budget = derive_seed(train.seed, "replay", self.step, epoch), train.max_tokens_per_batch
         steps = self.buffer.plan(seed, step_size=train.train_batch_size, token_budget=budget or None)
         algorithm, parts = self.config.algorithm, self.parts.loss_parts
-        batches = [plan_batch(self.buffer, each, algorithm, parts, seed + number) for number, each in enumerate(steps)]
+        batches = plan_batches(self.buffer, steps, algorithm, parts, seed)
         if check is not None and epoch == 0:
             with self.timer.phase("forward"):
                 unscored = batches[0 if self.policy_update.separate else 1 :]

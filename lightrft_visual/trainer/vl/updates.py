@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.covariance import ChoiceInputs
 from ...algorithms.kl import of_shape
-from ...algorithms.loss_terms import PartSettings, forward_with, terms_of
+from ...algorithms.loss_terms import PartSettings, denominators_of_steps, forward_with, terms_of
 from ...algorithms.policy_losses import (
     LossDenominators,
     LossInputs,
@@ -88,55 +88,54 @@ def parts_of_loss(config: AlgorithmConfig, max_tokens: int, image_tokens: int | 
     ]
 
 
-def plan_batch(
+def plan_batches(
     buffer: NaiveReplayBuffer,
-    micro_batches: list[MicroBatch],
+    steps: Sequence[list[MicroBatch]],
     config: AlgorithmConfig,
     parts: Sequence[PartSettings],
     seed: int = 0,
-) -> TrainBatch:
-    """Masks and denominators of one optimizer step. A collective: every rank calls it.
+) -> list[TrainBatch]:
+    """Masks and denominators of optimizer steps, which are counted together. A collective: every rank calls it.
 
     Args:
         buffer: with the samples.
-        micro_batches: of the step on this rank.
+        steps: micro-batches of each of them on this rank.
         config: for what is masked.
         parts: by the samples' `loss_part`; with one, all samples belong to it.
-        seed: of this step, the same on every rank.
+        seed: of the first step, the same on every rank; those of the others follow it.
     """
-    masks, ids, entropies = [], [], []
-    for micro_batch in micro_batches:
-        items = [buffer.items[index] for index in micro_batch.indices]
-        masks.append(pad_sequence([_counted(item, micro_batch, config.mask_truncated) for item in items], True))
+    items = [[[buffer.items[index] for index in each.indices] for each in step] for step in steps]
+    masks = [[_counted(*each, config.mask_truncated) for each in zip(*step)] for step in zip(items, steps)]
+    counted = masks if buffer.counts else [[torch.zeros_like(mask) for mask in step] for step in masks]
+    wholes, planned = denominators_of_steps(counted, parts[0].max_tokens), []
+    for number, (own, step, token_masks, whole) in enumerate(zip(items, steps, masks, wholes)):
+        made = [LossPart(parts[0], token_masks, whole)]
         if len(parts) > 1:
-            ids.append(torch.tensor([[int(item.info["loss_part"])] for item in items]))
-        if config.high_entropy_token_ratio < 1:
-            entropies.append(pad_sequence([item.action_entropy for item in items], True))
-    counted = masks if buffer.counts else [torch.zeros_like(mask) for mask in masks]
-    whole = global_denominators(counted, parts[0].max_tokens)
-    made = [LossPart(parts[0], masks, whole)] if len(parts) == 1 else _loss_parts(parts, masks, ids, whole)
-    policy_masks = None
-    if config.high_entropy_token_ratio < 1:  # of each part, as images have the larger entropy throughout
-        chosen = [high_entropy_masks(entropies, part.token_masks, config.high_entropy_token_ratio) for part in made]
-        policy_masks = [torch.stack(each).any(dim=0) for each in zip(*chosen)]
-    chosen = _chosen_tokens(buffer, micro_batches, config, made, seed)
-    return TrainBatch(micro_batches, masks, policy_masks, whole, made, chosen)
+            ids = [torch.tensor([[int(item.info["loss_part"])] for item in each]) for each in own]
+            made = _loss_parts(parts, token_masks, ids, whole)
+        policy_masks, ratio = None, config.high_entropy_token_ratio
+        if ratio < 1:  # of each part, as images have the larger entropy throughout
+            entropies = [pad_sequence([item.action_entropy for item in each], True) for each in own]
+            found = [high_entropy_masks(entropies, part.token_masks, ratio) for part in made]
+            policy_masks = [torch.stack(each).any(dim=0) for each in zip(*found)]
+        chosen = _chosen_tokens(buffer, own, config, made, seed + number)
+        planned.append(TrainBatch(step, token_masks, policy_masks, whole, made, chosen))
+    return planned
 
 
 def _chosen_tokens(
     buffer: NaiveReplayBuffer,
-    micro_batches: list[MicroBatch],
+    items: list[list[Any]],
     config: AlgorithmConfig,
     parts: list[LossPart],
     seed: int,
 ) -> list[T] | None:
-    """Those that the policy loss treats otherwise, of each part by itself; None where it treats all alike. A
-    collective."""
+    """Those of micro-batches of items that the policy loss treats otherwise, of each part by itself; None where it
+    treats all alike. A collective."""
     chooses = registry.policy_losses[config.policy_loss].chooses
     if chooses is None:
         return None
     choose = load_target(chooses) if isinstance(chooses, str) else chooses
-    items = [[buffer.items[index] for index in each.indices] for each in micro_batches]
     log_probs, advantages = (
         [pad_sequence([getattr(item, name) for item in each], True) for each in items]
         for name in ("action_log_probs", "advantages")
@@ -154,13 +153,16 @@ def _loss_parts(parts: Sequence[PartSettings], masks: list[T], ids: list[T], who
     return [part for part in made if part.denominators.tokens == whole.tokens][:1] or made
 
 
-def _counted(item, micro_batch: MicroBatch, mask_truncated: bool) -> T:
-    """(a) bool: the tokens of one sample that the loss counts; none of an invalid, repeated or left out one."""
-    valid = not micro_batch.filler and (item.valid is None or bool(item.valid))
-    if mask_truncated:
-        valid = valid and not bool(item.info["truncated"])
-    mask = item.action_mask if item.action_mask is not None else torch.ones_like(item.action_log_probs)
-    return mask.bool() & valid
+def _counted(items: Sequence[Any], micro_batch: MicroBatch, mask_truncated: bool) -> T:
+    """(B, A) bool: the tokens that the loss counts; none of an invalid, repeated or left out sample."""
+    masks = []
+    for item in items:
+        valid = not micro_batch.filler and (item.valid is None or bool(item.valid))
+        if mask_truncated:
+            valid = valid and not bool(item.info["truncated"])
+        mask = item.action_mask if item.action_mask is not None else torch.ones_like(item.action_log_probs)
+        masks.append(mask.bool() & valid)
+    return pad_sequence(masks, True)
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -288,7 +288,7 @@ def test_the_graphs_of_the_rollout_give_the_gradient_of_its_replay(name):
     expected = update.step([plain], context, 0, replayed, True, 3)
     assert engine.samples == 4 * len(steps) * (1 + (loss.beta > 0))
     engine.samples, batches = 0, [Graphed(kept, graph)]
-    found = update.step_on_graphs(batches, context, own)
+    found = update.step_on_graphs(batches, context, own, worth_using(batches, False))
     assert engine.samples == (4 * len(steps) if loss.beta > 0 else 0) and batches == []  # the reference's alone
     assert any(gradient.any() for gradient in found)
     for one, other in zip(expected, found):
@@ -305,7 +305,8 @@ def test_an_update_without_a_valid_sample_has_a_zero_gradient():
     experience, graph = sampled(drawing, [0, 1, 2])
     experience.valid[:] = False
     context = LossContext(drawing, drawing, on_policy=True)
-    found = update.step_on_graphs([Graphed(experience, graph)], context, MetricsAccumulator())
+    graphed = [Graphed(experience, graph)]
+    found = update.step_on_graphs(graphed, context, MetricsAccumulator(), worth_using(graphed, False))
     assert found and not any(gradient.any() for gradient in found)  # nor is one NaN
     buffer = NaiveReplayBuffer(2)
     buffer.append(experience)
@@ -318,10 +319,10 @@ def test_only_the_trained_steps_of_a_window_keep_their_graph_where_that_is_less_
     assert graphs.steps(sampler, 1) == [1, 2] and RolloutGraphs([], GIB, 0.5).steps(sampler, 1) == [1]
     experience, kept = sampled(drawing, [1, 2], noise, window=1)
     assert kept.steps == [1, 2] and kept.log_probs.shape == (8,) and kept.log_probs.requires_grad
-    assert worth_using([Graphed(experience, kept)], True)  # two of four count
+    assert worth_using([Graphed(experience, kept)], True) == 6  # two of three valid samples count
     experience.advantages[0] = 0
-    assert not worth_using([Graphed(experience, kept)], True)
-    assert worth_using([Graphed(experience, kept)], False)  # a KL counts all
+    assert worth_using([Graphed(experience, kept)], True) is None
+    assert worth_using([Graphed(experience, kept)], False) == 6  # a KL counts all
 
 
 @pytest.mark.parametrize("gib,fits", [(1.0, True), (1e-6, False)])

@@ -20,7 +20,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.routing import MEASURED, RoutingHook, build
 from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.vl.maker import ExperienceMaker, MakerSettings
-from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batch
+from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batches
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,8 @@ class Step:
         self.metrics, update = MetricsAccumulator(), PolicyUpdate(PlainEngine(actor), config, settings.sampling.scoring)
         # The same micro-batches as were scored: padded to other widths, the last bits may differ.
         parts = [MicroBatch(list(range(start, start + 4))) for start in range(0, len(rollouts), 4)]
-        update.step(buffer, plan_batch(buffer, parts, config, parts_of_loss(config, 6)), 0.0, self.metrics, True)
+        (batch,) = plan_batches(buffer, [parts], config, parts_of_loss(config, 6))
+        update.step(buffer, batch, 0.0, self.metrics, True)
         self.share = self.hook.metrics().get("routed_otherwise")
 
     @property

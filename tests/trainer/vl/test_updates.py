@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny_models import PlainEngine, actor_of, checkpoint_of, mixed_prompts, rollouts_of, text_prompts
 
-from lightrft_visual.algorithms.loss_terms import LossTerm, aggregate
+from lightrft_visual.algorithms import loss_terms
+from lightrft_visual.algorithms.loss_terms import LossTerm, aggregate, global_denominators
 from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RolloutError
@@ -16,7 +17,7 @@ from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule, collat
 from lightrft_visual.models.vlm.actor import Critic
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.parity import RolloutCheck
-from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batch
+from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batches
 
 RULE = ScoringRule()
 
@@ -35,7 +36,7 @@ def filled(checkpoint, micro_batch: int, packed: bool = False, prompts: PromptBa
 
 def planned(buffer, config: AlgorithmConfig, *image_tokens: int):
     """The only train batch of a buffer, where there are images with a part of the loss for them."""
-    return plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6, *image_tokens))
+    return plan_batches(buffer, buffer.plan(0), config, parts_of_loss(config, 6, *image_tokens))[0]
 
 
 def stepped(actor, buffer, batch, config: AlgorithmConfig, first: bool = True, check=None, **more) -> dict[str, float]:
@@ -177,6 +178,16 @@ def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, p
     assert sum(int(mask.sum()) for mask in kept.token_masks) == kept.denominators.tokens
 
 
+def test_the_train_batches_of_a_pass_are_counted_by_one_collective(tmp_path, monkeypatch):
+    buffer, asked, reduce = filled(checkpoint_of(tmp_path, "qwen2"), 1), [], loss_terms.all_reduce_sum
+    monkeypatch.setattr(loss_terms, "all_reduce_sum", lambda counts: asked.append(counts) or reduce(counts))
+    steps, config = [[each] for each in buffer.plan(0)[0]], AlgorithmConfig()
+    found = plan_batches(buffer, steps, config, parts_of_loss(config, 6))
+    assert len(asked) == 1 and len(found) == len(steps) > 1
+    for batch in found:
+        assert batch.denominators == global_denominators(batch.token_masks, 6)
+
+
 def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
     drawn, found, config = torch.arange(len(text_prompts())) % 2, {}, AlgorithmConfig()
@@ -184,7 +195,7 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
     kinds = [[MicroBatch([index]) for index in range(len(drawn)) if drawn[index] == kind] for kind in (0, 1)]
     for name, steps in (("apart", kinds), ("together", [kinds[0] + kinds[1]])):
         update, metrics = PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, RULE), MetricsAccumulator()
-        for step in (plan_batch(buffer, step, config, parts_of_loss(config, 6, 6)) for step in steps):
+        for step in plan_batches(buffer, steps, config, parts_of_loss(config, 6, 6)):
             update.step(buffer, step, 0.0, metrics, False)
         found[name] = metrics.reduce()
     for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
