@@ -211,7 +211,7 @@ def test_an_update_by_the_rewards_gradient_reads_the_device_as_often_as_drawing_
     """Two times each: it draws what it trains on."""
     for (span,) in waits(simulated[2], "counted_reward_fl", "train"):
         assert span["micro_batches"] == 4 and sum(span["collectives"].values()) == 1, span
-        assert 1 <= sum(span["reads"].values()) <= 4, span
+        assert 1 <= sum(span["reads"].values()) <= 3, span  # one is for new prompts
 
 
 def test_a_loss_of_whole_groups_asks_the_device_once_an_update_and_the_other_ranks_twice(simulated):

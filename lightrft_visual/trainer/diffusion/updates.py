@@ -249,7 +249,8 @@ class RewardUpdate:
             epoch: pass over the step's samples; each draws noise of its own.
             metrics: what those of the loss are added to.
         """
-        drawn: list[tuple[T, T, T]] = []  # media (B, 3, …) and scores (B) on the host, valid (B) bool where it is
+        drawn: list[tuple[T, T, T]] = []  # media (B, 3, …), scores (B) and valid (B) bool, on the host
+        new: list[tuple[T, DifferentiableScore]] = []  # of the present micro-batch
         host = HostCopies()
         self.sampling.remember(requests)
         total, purpose = float(len(requests) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
@@ -259,13 +260,15 @@ class RewardUpdate:
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.family.starting_scale(float(schedule[1][0]))
-            reward = partial(self._differentiable, part, drawn, host)
+            reward = partial(self._differentiable, part, new)
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)
-            _add_loss(metrics, outputs, drawn[-1][2].sum(), last, first=True)
+            media, scored = new.pop()
+            _add_loss(metrics, outputs, scored.valid.sum(), last, first=True)
             self.engine.accumulate(outputs.loss, last)
+            drawn.append((host.of(media), host.of(scored.scores.detach()), host.of(scored.valid)))
         host.wait()
-        media, scores, valid = (torch.cat(parts).cpu() for parts in zip(*drawn))
+        media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
         check_finite(scores, valid, self.name)
         return self.engine.step(), Drawn(requests, [], media, RewardOutput(scores, {}, valid), policy_version=step)
 
@@ -277,10 +280,10 @@ class RewardUpdate:
         return draw_noise(batch.latent_shape, generators, torch.float32, self.sampling.model.policy.device)
 
     def _differentiable(
-        self, requests: DrawingBatch, drawn: list[tuple[T, T, T]], host: HostCopies, media: T
+        self, requests: DrawingBatch, new: list[tuple[T, DifferentiableScore]], media: T
     ) -> DifferentiableScore:
         scored = self.score(media, requests)
-        drawn.append((host.of(media.detach().clamp(0, 1)), host.of(scored.scores.detach()), scored.valid))
+        new.append((media.detach().clamp(0, 1), scored))
         return scored
 
 
