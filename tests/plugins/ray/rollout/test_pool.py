@@ -127,9 +127,10 @@ def test_a_worker_that_is_still_coming_back_when_the_run_ends_is_no_loss(caplog)
 
 @pytest.mark.parametrize("put_back", ["_again", "_passed_on"])
 def test_work_that_is_put_back_as_the_pool_ends_is_answered(pool_of, put_back):
-    pool = pool_of([], shared=True)
+    pool = pool_of([])
     pool.copied, put = False, pool._queue.put
-    worker, death = SimpleNamespace(name="a"), (WorkerDied("killed"),) if put_back == "_again" else ()
+    pool.workers = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    death = [WorkerDied("killed")] if put_back == "_again" else []
     piece = _Piece(0, 0, (), Future())
 
     def put_late(piece):  # after a look at whether all is well
@@ -137,7 +138,7 @@ def test_work_that_is_put_back_as_the_pool_ends_is_answered(pool_of, put_back):
         put(piece)
 
     pool._queue.put = put_late
-    getattr(pool, put_back)(piece, worker, *death)
+    getattr(pool, put_back)(piece, pool.workers[0], *death)
     with pytest.raises(RolloutError, match="no rollout worker is left"):
         piece.result.result(0)
 
