@@ -9,12 +9,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
 from types import UnionType
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError, did_you_mean
 from ..errors import nearest as nearest_name
@@ -437,3 +438,9 @@ class Section:
 
     def check(self) -> None:
         """Raise ConfigError where settings contradict each other; nothing here."""
+
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, unchecked: once a run is open, settings hold what may not be given."""
+        made = copy(self)
+        vars(made).update(values)
+        return made

@@ -60,6 +60,9 @@ class Checking(Catalogue):
     def _callable(self, function: LoadedFunction, given: Mapping[str, Any]) -> Any:
         return self._user_function(function, callable_name(function), {})
 
+    def _loaded(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Any:
+        return self._user_function(function, name, given)  # on Ray too no actor is started
+
     def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Any:
         check_inputs(function, name, given, self._columns, self.config.reward_form)
         self.asking[name] = REFERENCES.intersection(Signature(function, name).required).difference(given)

@@ -1,5 +1,7 @@
 """Collectives that are also right in a single process without a process group, and what ranks of a host share."""
 
+import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from .presence import ranks_on_host
 from .tensor_exchange import pack, unpack
 
+logger = logging.getLogger(__name__)
 STAGED_BYTES = 2**28  # that a rank sends in one round of an exchange
 _meetings = 0  # of all ranks, by which their names differ
 _limit: timedelta | None = None  # of a collective of the groups made here; None: PyTorch's own
@@ -87,18 +90,25 @@ def barrier() -> None:
 
 
 def meet() -> None:
-    """Wait until every rank is here, for however long: a `barrier` fails after the collectives' time limit. The
-    watchdog ends a rank that would wait for one that is gone."""
+    """Wait until every rank is here, for however long: a `barrier` fails after the collectives' time limit. Each time
+    that it passes here, a warning names the ranks that are late. The watchdog ends a rank that would wait for one that
+    is gone."""
     global _meetings
     if _alone():
         return
     _meetings, pause = _meetings + 1, 0.001
     store, name = dist.distributed_c10d._get_default_store(), f"lightrft_visual/meeting/{_meetings}"
+    store.set(f"{name}/{rank()}", "")
     if store.add(name, 1) == world_size():
         store.set(f"{name}/all", "")
+    began, due = time.monotonic(), time_limit() or math.inf
     while not store.check([f"{name}/all"]):
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
+        if (waited := time.monotonic() - began) > due:
+            late = ", ".join(str(each) for each in range(world_size()) if not store.check([f"{name}/{each}"]))
+            logger.warning("for %.0f s this rank has waited for rank(s) %s", waited, late)
+            due += time_limit()
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -28,6 +28,7 @@ from .usercode.surroundings import device_here
 from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # what one rank needs
+_set_here: dict[str, str] = {}  # of these by the last run of this process, which no launcher has started
 # Of a rank whose host only prepares: with one for each of 16 cores of a virtual machine every small operation waited
 # 8 ms for the slowest of them, with four it took less than 1.
 FEW_THREADS = 4
@@ -143,9 +144,12 @@ class DeepspeedStrategy:
         Raises ConfigError where sp_size does not divide the ranks, or where their port is taken.
         """
         if presence.ranks_started() == 1:
-            given = os.environ if os.environ.get("RANK") else {}
             alone = ALONE | {"LOCAL_RANK": str(device_here() or 0)}  # which a program may have chosen
-            os.environ.update({name: given.get(name) or value for name, value in alone.items()})
+            if os.environ.get("RANK") and not (_set_here and _set_here.items() <= os.environ.items()):
+                alone |= {name: os.environ[name] for name in alone if os.environ.get(name)}
+            else:
+                _set_here.update(alone)
+            os.environ.update(alone)
         if self.config.deterministic:
             choose_deterministic()
         if self.config.local_rank >= 0:  # the launcher's argument; it sets the variable too

@@ -4,7 +4,8 @@ Every rank holds one connection to rank 0, which passes on what it learns. The s
 ends, however it ends, and when a host is silent for SILENCE seconds. Both ends say now and then what they are doing.
 The thread that does so runs as long as the process can, so a long stage is never mistaken for a stall; a stopped
 process says nothing more. A rank that ends with an error says so first. What hangs while its process runs (a reward
-server, say) is caught by the time limit of the collective that the other ranks wait in.
+server, say) is caught by the time limit of the collective that the other ranks wait in. Where they wait for however
+long (`collectives.meet`), it is named in a warning alone.
 """
 
 import atexit

@@ -318,12 +318,6 @@ class Hooks:
                 joined[name] = hook.state_of_ranks([state[name] for state in states])
         return joined
 
-    @property
-    def may_keep_fewer(self) -> bool:
-        """Whether a user's hook may have kept other numbers of rollouts on other ranks; alike on all."""
-        users = Hooks([each for each in self._hooks if not is_shipped(type(each))])
-        return bool(users.calls("on_rollouts") or users.calls("on_scores"))
-
     def close(self) -> None:
         """See `StepHook.close`."""
         for call in self.calls("close"):

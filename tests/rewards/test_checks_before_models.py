@@ -8,6 +8,7 @@ import pytest
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.registry import Catalogue
 from lightrft_visual.rewards.settings import check_references, check_reward_config, engine_arguments, scored_labels
 
 
@@ -140,3 +141,13 @@ def test_a_second_function_of_one_name_is_no_part_of_the_recipe_by_the_firsts(tm
     functions, recipe = f"{tmp_path}/a.py:score,{tmp_path}/b.py:score", '{"*": [[func, score, 1.0]]}'
     with pytest.raises(ConfigError, match=r"does not use reward_fn; name it there as \[func, score_2, weight\]"):
         check_reward_config(RewardConfig(reward_fn=functions, reward_recipe=recipe))
+
+
+def test_a_python_file_of_remote_rewards_is_checked_without_actors(rewards_file, monkeypatch):
+    """The first rank alone would wait for the others, with which actors are started."""
+    monkeypatch.setattr(Catalogue, "_ray_actors", lambda *_: pytest.fail("actors are started"))
+    rewards_file.write_text("def reward_func(queries, prompts, labels, difficulty):\n    return [1.0]\n")
+    config = RewardConfig(remote_rm_url=str(rewards_file), reward_transport="ray")
+    check_reward_config(config)
+    with pytest.raises(ConfigError, match="asks for 'difficulty'"):
+        RewardComputationEngine.from_config(config, columns={"other"})

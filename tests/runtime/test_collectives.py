@@ -28,6 +28,25 @@ def test_a_rank_alone_calls_no_collective(tmp_path, monkeypatch):
         dist.destroy_process_group()
 
 
+def test_a_rank_that_waits_for_however_long_names_the_others_now_and_then(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    for name, value in {"world_size": 3, "rank": 1, "time_limit": 0.05}.items():
+        monkeypatch.setattr(collectives, name, lambda value=value: value)
+
+    meeting, warned = f"lightrft_visual/meeting/{collectives._meetings + 1}", []
+
+    def warning(text, *values):
+        warned.append(text % values)
+        if len(warned) == 2:  # then rank 2 comes
+            store.set(f"{meeting}/all", "")
+
+    monkeypatch.setattr(collectives.logger, "warning", warning)
+    store.set(f"{meeting}/0", "")
+    collectives.meet()
+    assert warned == ["for 0 s this rank has waited for rank(s) 2"] * 2
+
+
 def test_groups_of_ranks_wait_as_long_as_all_ranks_do(monkeypatch):
     """Else PyTorch's own limits hold: a run that lets rewards take an hour would end after ten minutes on nccl."""
     monkeypatch.setattr(dist, "new_subgroups", lambda size, timeout, backend: ((size, timeout, backend), []))

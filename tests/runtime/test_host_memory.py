@@ -68,6 +68,10 @@ def test_a_run_of_one_rank_stays_on_the_device_that_the_program_has_chosen(monke
     with pytest.raises(Joined):
         deepspeed_strategy.DeepspeedStrategy(DistributedConfig()).setup_distributed()
     assert devices == [taken] and os.environ["LOCAL_RANK"] == str(taken)
+    monkeypatch.setattr(deepspeed_strategy, "device_here", lambda: 2)  # a second run of the same program
+    with pytest.raises(Joined):
+        deepspeed_strategy.DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    assert devices[1:] == [taken if "RANK" in launched else 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -14,7 +14,6 @@ from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
-from lightrft_visual.trainer.features.records import RecordsHook
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
 from lightrft_visual.trainer.vl.sft import build_supervised
 from lightrft_visual.trainer.vl.trainer import build_trainer
@@ -93,11 +92,6 @@ def test_a_hook_that_keeps_no_rollout_is_refused_by_its_name(method):
 
     with pytest.raises(ConfigError, match="drops keeps no rollout of this rank: use leave_out"):
         getattr(Hooks([SimpleNamespace(**{method: drops})]), method)(Rollouts([object()]))
-
-
-def test_only_a_users_hook_may_keep_other_numbers_of_rollouts_on_other_ranks():
-    assert not Hooks([SimpleNamespace(on_prompts=list), RecordsHook(0, 0, list, False)]).may_keep_fewer
-    assert Hooks([SimpleNamespace(on_scores=list)]).may_keep_fewer and Hooks([Adds("a")]).may_keep_fewer
 
 
 def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users_own_and_the_last(monkeypatch):

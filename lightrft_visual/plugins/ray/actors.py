@@ -13,6 +13,8 @@ from ...runtime import collectives
 from .cluster import AUTH_MODE, connect
 
 NAMESPACE = "lightrft_visual"
+TRIES = 5  # to build an actor that was started again
+RETRY_SECONDS = 5.0  # before the next one: what took its room may be gone by then
 START_SECONDS = 600.0  # of an actor, at least: imports and a large checkpoint
 
 
@@ -60,8 +62,8 @@ def start_seconds() -> float:
 
 
 def wait_for(ray: Any, actor: Any) -> None:
-    """Until an actor that has died answers again. Raises Ray's error where it does not in `start_seconds`, or where it
-    has ended for good, and ConnectionError once this process has left Ray."""
+    """Until an actor that has died answers again. Raises Ray's error where it does not in `start_seconds`, which ends
+    it, or where it has ended for good, and ConnectionError once this process has left Ray."""
     errors, deadline = ray.exceptions, time.monotonic() + start_seconds()
     while True:
         if not ray.is_initialized():  # a call would start a cluster of its own
@@ -69,8 +71,11 @@ def wait_for(ray: Any, actor: Any) -> None:
         try:
             ray.get(actor.__ray_ready__.remote(), timeout=max(1.0, deadline - time.monotonic()))
             return
-        except errors.RayError as error:
-            if getattr(error, "actor_init_failed", False) or time.monotonic() > deadline:
+        except errors.ActorDiedError:
+            raise
+        except errors.RayError:  # it is being started again
+            if time.monotonic() > deadline:
+                ray.kill(actor, no_restart=True)
                 raise
             time.sleep(0.2)
 
@@ -78,15 +83,23 @@ def wait_for(ray: Any, actor: Any) -> None:
 @contextmanager
 def built_again() -> Iterator[None]:
     """Around what an actor is built by. Where that raises in one that Ray has started again, its process ends, so that
-    Ray tries once more; what is raised would end the actor for good."""
+    Ray tries once more, up to TRIES times in a row; what is raised ends the actor for good, and is told to who waits.
+    """
     import ray
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # a new process knows nothing else
 
+    context = ray.get_runtime_context()
+    failures = f"{NAMESPACE}/failures/{context.get_actor_id()}"
     try:
         yield
+        _internal_kv_put(failures, "0")
     except Exception:
-        if not ray.get_runtime_context().was_current_actor_reconstructed:
+        failed = int(_internal_kv_get(failures) or 0) + 1
+        if not context.was_current_actor_reconstructed or failed == TRIES:
             raise
+        _internal_kv_put(failures, str(failed))
         traceback.print_exc()
+        time.sleep(RETRY_SECONDS)
         os._exit(1)
 
 

@@ -5,6 +5,7 @@ Ray is optional; it carries reward scorers and rollout workers, never the traine
 
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here, where shared memo
 ROOMY = 12 * 2**30  # bytes of shared memory, of which Ray takes what it needs: what models draw is gigabytes a step
 CONNECT_SECONDS = 20.0
 MISSING = "{} needs the package ray: pip install 'lightrft_visual[ray]'"
+FRAMES = re.compile(r"^  File .*\n(?:[ \t].*\n)*(?=\S)", re.MULTILINE)  # of a traceback, up to what it ends with
 AUTH_MODE = "RAY_AUTH_MODE"
 TRIES = "RAY_gcs_server_port_wait_time_s"  # of Ray: seconds of waiting, or tries to connect
 # What a worker process must find as the trainer does; everything else it has from its own host.
@@ -89,10 +91,10 @@ def connect(
 
 
 def end_of(error: BaseException) -> str:
-    """What an error of Ray says behind the tracebacks that it tells, whose frames are indented."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    behind = [after for after in range(1, len(lines)) if lines[after - 1][:1].isspace() and lines[after][:1].strip()]
-    return "\n".join(lines[behind[-1] if behind else 0 :])
+    """What an error of Ray says behind the tracebacks that it tells, or what the error that it carries does."""
+    if isinstance(cause := getattr(error, "cause", None), BaseException):
+        return f"{type(cause).__name__}: {end_of(cause)}"
+    return FRAMES.split(str(error).strip())[-1] or type(error).__name__
 
 
 def _of_token(error: BaseException | None) -> str:

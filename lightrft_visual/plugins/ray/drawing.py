@@ -101,10 +101,10 @@ def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str
         local: the trainer's own engine, for its sampling and its old policy.
         path: of the pipeline, which the workers read too.
     """
-    model = replace(config.model, tokenizer_path=config.model.tokenizer_path and whole(config.model.tokenizer_path))
-    sent = replace(config, model=model, plugins=with_whole_paths(config.plugins))
-    spec = EngineSpec(f"{__name__}:WorkerDrawing", (sent, whole(path)), torch.get_num_threads(), sent.plugins)
-    ahead = config.asynchronous.ahead
+    model = config.model.changed(tokenizer_path=config.model.tokenizer_path and whole(config.model.tokenizer_path))
+    sent = config.changed(model=model, plugins=with_whole_paths(config.plugins))
+    target, exact, ahead = f"{__name__}:WorkerDrawing", config.distributed.deterministic, config.asynchronous.ahead
+    spec = EngineSpec(target, (sent, whole(path)), torch.get_num_threads(), sent.plugins, deterministic=exact)
     workers = Workers(config, spec, turns=ahead + 2)
     return RemoteDrawing(
         local.sampling, local.n_samples_per_prompt, local.old, local.algorithm, workers=workers, ahead=ahead

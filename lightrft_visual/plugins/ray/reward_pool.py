@@ -40,7 +40,7 @@ class ActorPool(PendingSource):
     build(*arguments) makes the source in an actor. options: Ray's, of each actor. A part that is not scored within
     `timeout` seconds, for each rank that may ask at the same time, or whose actor dies, is failed; the actor starts
     again. What the source itself raises is a RewardError. device: None for that of the actor's process. here: the
-    actors are on this host. model: the source has one.
+    actors are on this host. model: the source has one. variables: of the actors' environment.
     """
 
     _moved: Any = None  # a module whose code goes along, as the actors cannot import it
@@ -58,7 +58,9 @@ class ActorPool(PendingSource):
         cpus: float | None = None,
         here: bool = False,
         model: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
+        self._variables = variables or {}
         self.name, self.device, self._needed_for, self._here = name, device, needed_for, here
         if model and device == "cpu" != get_accelerator().device_name() and collectives.is_rank_0():
             logger.warning(
@@ -86,6 +88,8 @@ class ActorPool(PendingSource):
                 self._ray.get_runtime_context().get_node_id(), soft=False
             )
         each = [usual | dict(own) for own in options]
+        for own in each:
+            own["runtime_env"]["env_vars"].update(self._variables)
         actors = named_actors(self._ray, RewardActor, "reward", each, build, arguments, torch.get_num_threads())
         try:  # starting, with its imports and checkpoints, does not count against a call
             self._ray.get([actor.__ray_ready__.remote() for actor in actors.values()], timeout=start_seconds())
@@ -155,13 +159,17 @@ class RaySource(ActorPool):
             load_reward_fn(key)
         else:
             target, settings = check_scorer(key, settings or {})
-            settings = of_run(target, config) | settings
+            if given := of_run(target, config):  # its own requests have the run's deadline, of which it tells
+                settings, pool = given | settings, pool | {"timeout": 2 * config.reward_timeout}
+        tokens = (config or RewardConfig()).reward_token_env, (settings or {}).get("token_env")
+        variables = {name: os.environ[name] for name in tokens if name and name in os.environ}
         module = sys.modules.get(getattr(target, "__module__", ""))
         if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
             self._moved = module
         form = AUTO if config is None else config.reward_form
         model = inspect.isclass(target) and "offload" in inspect.signature(target).parameters
-        super().__init__(name, build_source, (name, target, dict(settings or {}), form, lenient), model=model, **pool)
+        arguments = name, target, dict(settings or {}), form, lenient
+        super().__init__(name, build_source, arguments, model=model, variables=variables, **pool)
 
 
 class RayRewardModel(ActorPool):

@@ -39,13 +39,15 @@ def each_file_once() -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def on_trial() -> Iterator[None]:
     """Inside likewise, for code that is only tried. Afterwards its modules go, and what they hold on a device, before
-    `importing` hides them from the garbage collector."""
+    `importing` hides them from the garbage collector; those that were there before, such as a plug-in's, come back."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)}
     with each_file_once() as modules:
         try:
             yield
         finally:
             for name in modules:
                 sys.modules.pop(name, None)
+            sys.modules.update(before)
     if modules:
         modules.clear()
         gc.collect()  # a module and its functions refer to each other

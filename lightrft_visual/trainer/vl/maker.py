@@ -301,7 +301,7 @@ class ExperienceMaker:
             estimator: gamma and lambd, in place of the configuration's.
         """
         pad_id, parts = self.tokenizer.pad_token_id, self._parts(rollouts)
-        if self.settings.in_step and self.settings.hooks.may_keep_fewer:
+        if self.settings.in_step:
             check_alike(len(parts))
         experiences = [collate(part, pad_id, self.vision) for part in parts]
         with self.settings.timer.phase("forward"):

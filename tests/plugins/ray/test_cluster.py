@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.ray.actors import built_again, on_every_rank, start_seconds
+from lightrft_visual.plugins.ray import actors
+from lightrft_visual.plugins.ray.actors import TRIES, on_every_rank, start_seconds
 from lightrft_visual.plugins.ray.cluster import connect, end_of
 from lightrft_visual.plugins.ray.rollout.worker import EngineSpec, Worker
 from lightrft_visual.runtime import collectives
@@ -100,6 +101,16 @@ def test_a_worker_beside_a_rank_of_torchrun_makes_a_store_of_its_own(monkeypatch
     assert next(worker.engine)[1:] == (0, 1) and asked == [True]
 
 
+def test_a_worker_takes_deterministic_kernels_where_the_run_does(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    target = "torch:are_deterministic_algorithms_enabled"
+    try:
+        made = [Worker(EngineSpec(target, (), torch.get_num_threads(), deterministic=each)) for each in (False, True)]
+        assert [worker.engine for worker in made] == [False, True]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_addresses_that_ray_itself_reads_are_left_to_it(monkeypatch, ray_that):
     asked = []
     ray_that(lambda address, **_: asked.append(address))
@@ -113,7 +124,7 @@ def test_something_else_that_listens_is_given_up_after_two_tries(monkeypatch, ra
 
     def init(**_):
         tries.append(os.environ["RAY_gcs_server_port_wait_time_s"])
-        raise RuntimeError("Failed to connect. Last connection error: Traceback ...\n  a line\nTimedOut: no GCS\n")
+        raise RuntimeError("Last connection error: Traceback ...\n  File a.py, line 1\n    a\nTimedOut: no GCS\n")
 
     ray_that(init)
     monkeypatch.delenv("RAY_gcs_server_port_wait_time_s", raising=False)
@@ -140,19 +151,48 @@ def test_a_cluster_that_asks_for_a_token_is_told(monkeypatch, ray_that):
 
 def test_what_an_error_of_ray_says_stands_behind_its_tracebacks():
     frames = "The actor died, ray::Actor\n  File a.py, line 1\n    load()\n"
-    for said in ("CUDA error: out of memory\nCompile with a flag.", "RewardError: no weights\n  File mine.py, line 2"):
-        assert end_of(RuntimeError(f"{frames}{said}\n")) == end_of(RuntimeError(said)) == said
+    for said in (
+        "CUDA error: out of memory\nCompile with a flag.",
+        "RewardError: no weights\n  File mine.py, line 2",
+        "ConfigError: these settings are wrong:\n  lr\n  seed\nsee the docs",
+    ):
+        assert end_of(RuntimeError(f"{frames}{frames}{said}\n")) == end_of(RuntimeError(said)) == said
+    carrying = RuntimeError(frames)
+    carrying.cause = ValueError("no room")  # as RayTaskError
+    assert end_of(carrying) == "ValueError: no room" and end_of(RuntimeError()) == "RuntimeError"
 
 
-@pytest.mark.parametrize(("again", "ended"), [(True, [1]), (False, [])])
-def test_an_actor_that_cannot_be_built_again_ends_so_that_ray_tries_once_more(monkeypatch, ray_that, again, ended):
+@pytest.mark.parametrize(("again", "failed", "exits"), [(True, 0, True), (True, TRIES - 1, False), (False, 0, False)])
+def test_an_actor_that_cannot_be_built_again_ends_so_that_ray_tries_some_times(
+    monkeypatch, ray_that, again, failed, exits
+):
+    """At last it raises, which tells the trainer why."""
     told: list[int] = []
     monkeypatch.setattr(os, "_exit", told.append)
-    context = SimpleNamespace(was_current_actor_reconstructed=again)
+    monkeypatch.setattr(actors, "RETRY_SECONDS", 0.0)
+    context = SimpleNamespace(was_current_actor_reconstructed=again, get_actor_id=lambda: "ab")
     ray_that().get_runtime_context = lambda: context
-    with nullcontext() if again else pytest.raises(ValueError, match="no room"), built_again():
+    kept = {"lightrft_visual/failures/ab": str(failed)}
+    store = SimpleNamespace(_internal_kv_get=kept.get, _internal_kv_put=kept.__setitem__)
+    monkeypatch.setitem(sys.modules, "ray.experimental", SimpleNamespace(internal_kv=store))
+    monkeypatch.setitem(sys.modules, "ray.experimental.internal_kv", store)
+    with nullcontext() if exits else pytest.raises(ValueError, match="no room"), actors.built_again():
         raise ValueError("no room")
-    assert told == ended
+    assert told == [1] * exits and kept.popitem()[1] == str(failed + exits)
+    with actors.built_again():
+        pass
+    assert kept.popitem()[1] == "0"
+
+
+def test_an_actor_that_does_not_come_back_in_time_is_ended(monkeypatch, ray_that):
+    killed = []
+    ray = ray_that(connected="host:1")
+    ray.exceptions.ActorDiedError, ray.kill = ZeroDivisionError, lambda actor, no_restart: killed.append(no_restart)
+    ray.get = lambda task, timeout: {}["still being started"]
+    monkeypatch.setattr(actors, "start_seconds", lambda: 0.0)
+    with pytest.raises(KeyError):
+        actors.wait_for(ray, SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None)))
+    assert killed == [True]
 
 
 def test_other_ranks_wait_for_the_start_of_actors_without_a_time_limit(monkeypatch):

@@ -3,10 +3,12 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy
 from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.ray import drawing
@@ -46,6 +48,8 @@ def test_workers_are_told_whole_paths(tmp_path, monkeypatch):
     specs = []
     monkeypatch.setattr(drawing, "Workers", lambda config, spec, turns: specs.append(spec))
     local = SimpleNamespace(sampling=None, n_samples_per_prompt=1, old=None, algorithm=None)
-    drawing.remote_drawing(DiffusionRunConfig(plugins="mine.py"), local, "model")
+    config = DiffusionRunConfig(plugins="mine.py", distributed=DistributedConfig(deterministic=True))
+    monkeypatch.setattr(DiffusionRunConfig, "check", lambda self: pytest.fail("of an open run"))
+    drawing.remote_drawing(config, local, "model")
     (spec,) = specs
-    assert (spec.arguments[1], spec.plugins) == (f"{tmp_path}/model", f"{tmp_path}/mine.py")
+    assert (spec.arguments[1], spec.plugins) == (f"{tmp_path}/model", f"{tmp_path}/mine.py") and spec.deterministic

@@ -186,11 +186,16 @@ def test_what_actors_are_told_of_a_scorer(monkeypatch, tmp_path):
     monkeypatch.setattr(
         ray_pool.ActorPool, "__init__", lambda self, name, build, given, **more: told.append((given, more))
     )
-    run = RewardConfig(reward_timeout=7.0)
-    RaySource("judge", "vlm_judge", {"url": "http://there", "model": "m"}, config=run)
+    run = RewardConfig(reward_timeout=7.0, reward_token_env="OUR_TOKEN")
+    for name in ("OUR_TOKEN", "ITS_TOKEN"):
+        monkeypatch.setenv(name, name.lower())
+    judge = {"url": "http://there", "model": "m", "token_env": "ITS_TOKEN"}
+    RaySource("judge", "vlm_judge", judge, config=run, timeout=7.0)
     assert told[-1][0][2]["reward_config"] is run and not told[-1][1]["model"]
-    RaySource("clip", "clip_score", config=run)
-    assert told[-1][1]["model"]
+    assert told[-1][1]["variables"] == {"OUR_TOKEN": "our_token", "ITS_TOKEN": "its_token"}
+    assert told[-1][1]["timeout"] == 14.0  # the judge's own are of 7 s
+    RaySource("clip", "clip_score", config=run, timeout=7.0)
+    assert told[-1][1]["model"] and told[-1][1]["timeout"] == 7.0
     monkeypatch.chdir(tmp_path)  # workers of a cluster have another folder
     (tmp_path / "mine.py").write_text("def score(completions):\n    return completions\n")
     RaySource("mine", "mine.py:score")
@@ -234,14 +239,15 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch, caplog):
     fake = SimpleNamespace(get_runtime_context=lambda: context, get=lambda *_, **__: [], exceptions=ray.exceptions)
     monkeypatch.setattr(ray_pool, "connect", lambda *_, **__: fake)
     monkeypatch.setattr(ray_pool, "named_actors", lambda *given: started.extend(given[3]) or {})
-    ray_pool.ActorPool("mine", int, (), **pool).close()
+    ray_pool.ActorPool("mine", int, (), variables={"OUR_TOKEN": "told"}, **pool).close()
     assert [each["num_cpus"] for each in started] == [0] * 3  # else their cores would be lacking for rollouts
+    assert all(each["runtime_env"]["env_vars"]["OUR_TOKEN"] == "told" for each in started)
     on("cuda")
     ray_pool.ActorPool("clip", int, (), model=True, **pool).close()
     assert "reward clip computes on the CPU" in caplog.text
-    monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device})
+    monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device, "env_vars": {}})
     pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]))
-    assert [each["runtime_env"] for each in pool["options"]] == [{"on": 2}, {"on": 3}] and pool["device"] is None
+    assert [each["runtime_env"]["on"] for each in pool["options"]] == [2, 3] and pool["device"] is None
     ray_pool.ActorPool("clip", int, (), model=True, **pool).close()
     (where,) = {each["scheduling_strategy"] for each in started[-2:]}
     assert (where.node_id, where.soft) == ("ab" * 28, False) and caplog.text.count("on the CPU") == 1

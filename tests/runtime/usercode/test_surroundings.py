@@ -18,7 +18,7 @@ from lightrft_visual.errors import RewardError
 from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.runtime.usercode import calls, surroundings
 from lightrft_visual.runtime.usercode.calls import call
-from lightrft_visual.runtime.usercode.loading import load_module
+from lightrft_visual.runtime.usercode.loading import load_module, on_trial
 
 
 @pytest.fixture(autouse=True)
@@ -287,3 +287,16 @@ def test_states_of_a_run_on_a_card_are_put_back_on_the_cpu_as_far_as_it_has_them
     random.random()
     surroundings.put_random_states(before | {"accelerator": torch.zeros(16, dtype=torch.uint8)})
     assert random.getstate() == before["python"]
+
+
+def test_a_module_that_was_there_before_a_trial_is_there_afterwards(tmp_path):
+    """A plug-in of the same file, whose classes are looked up by its name."""
+    path = tmp_path / "mine.py"
+    path.write_text("import dataclasses\n")
+    plugin = load_module(str(path))
+    with on_trial():
+        assert load_module(str(path)) is not plugin
+    assert sys.modules.pop(plugin.__name__) is plugin
+    with on_trial():
+        load_module(str(path))
+    assert plugin.__name__ not in sys.modules

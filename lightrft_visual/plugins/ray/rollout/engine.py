@@ -155,7 +155,8 @@ class RemoteEngine(RolloutEngine):
         entry = registry.engines[config.rollout.engine_type]
         target, devices = f"{__name__}:worker_engine", config.rollout.engine_tp_size
         sent = for_workers(config)
-        spec = EngineSpec(target, (sent,), torch.get_num_threads(), sent.plugins, devices)
+        exact = config.distributed.deterministic
+        spec = EngineSpec(target, (sent,), torch.get_num_threads(), sent.plugins, devices, exact)
         ahead = config.asynchronous.ahead
         workers = Workers(config, spec, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0

@@ -94,6 +94,6 @@ def for_workers(config: RunConfig) -> RunConfig:
     """The configuration as workers read it: with the whole paths of model, plug-ins, environments and tools."""
     own = config.episodes
     environment, tools = map(with_whole_paths, (own.environment, own.tools))
-    model = replace(config.model, pretrain=whole(config.model.pretrain))
-    episodes, plugins = replace(own, environment=environment, tools=tools), with_whole_paths(config.plugins)
-    return replace(config, model=model, episodes=episodes, plugins=plugins)
+    model = config.model.changed(pretrain=whole(config.model.pretrain))
+    episodes, plugins = own.changed(environment=environment, tools=tools), with_whole_paths(config.plugins)
+    return config.changed(model=model, episodes=episodes, plugins=plugins)

@@ -99,10 +99,13 @@ class WorkerPool:
         if self._failure is not None:
             piece.result.set_exception(self._failure)
         else:
-            self._queue.put(piece)
-            if self._failure is not None:  # since the look above
-                self._fail(self._failure)
+            self._put(piece)
         return piece.result
+
+    def _put(self, piece: _Piece) -> None:
+        self._queue.put(piece)
+        if self._failure is not None:  # since the caller looked: nobody takes it any more
+            self._fail(self._failure)
 
     def give_weights(self, version: int, posted: Posted | None, at_once: bool) -> None:
         """From now on work is begun with another version of the weights.
@@ -200,7 +203,7 @@ class WorkerPool:
             if self.copied or self._failure is not None:
                 return False
             self._without.add(worker.name)
-        self._queue.put(piece)
+        self._put(piece)
         self._check_left(f"worker {worker.name} was started again")
         return True
 
@@ -228,7 +231,7 @@ class WorkerPool:
             )
         else:
             logger.warning("rollout worker %s: %s; it is started again, what it held is done anew", worker.name, death)
-            self._queue.put(piece)
+            self._put(piece)
 
     def _back(self, worker: WorkerHandle) -> bool:
         """Whether a dead worker came back; where none is left, all work fails."""

@@ -10,7 +10,7 @@ from ....config.constraints import not_usual
 from ....config.placement import AUTO, ResourcesConfig
 from ....errors import ConfigError, LightRFTVisualError, RolloutError
 from ....rollout.weight_sync import MemoryFile, WeightPost
-from ....runtime import collectives
+from ....runtime import collectives, presence
 from ....runtime.start_up import log_stage
 from ..actors import built_again, named_actors, on_every_rank, raised_there, start_seconds, wait_for
 from ..cluster import check_reachable, connect, connected, end_of, on_devices, process_environment
@@ -181,7 +181,13 @@ def rollout_devices(resources: ResourcesConfig) -> list[int]:
     """
     if not _on_accelerator() or os.environ.get("RAY_ADDRESS"):
         return []
-    return divided(resources, _all_devices(), collectives.world_size())
+    ranks = collectives.world_size()
+    if presence.ranks_on_host() < ranks:
+        raise ConfigError(
+            f"the trainer's {ranks} ranks are on several hosts: start a Ray cluster on all of them by `ray start`, and "
+            "set RAY_ADDRESS to its address"
+        )
+    return divided(resources, _all_devices(resources.trainer_devices), ranks)
 
 
 def _shares(found: int, each: int, count: int | None, named: str) -> int:
@@ -196,15 +202,18 @@ def _shares(found: int, each: int, count: int | None, named: str) -> int:
     return several
 
 
-def _all_devices() -> list[int]:
+def _all_devices(trainer: list[int] | None) -> list[int]:
+    """The host's, as far as they are visible; only the trainer's, if it names them, where they have no numbers."""
     for name in get_accelerator().visible_devices_envs():
         if named := os.environ.get(name):
             try:
                 return [int(part) for part in named.split(",")]
             except ValueError:
+                if trainer:
+                    return trainer
                 raise ConfigError(
                     f"{name} is {named!r}: which devices are the trainer's and which the rollouts' is told by numbers. "
-                    "Set it to numbers, such as 0,1,2,3"
+                    "Set it to numbers, such as 0,1,2,3, or name distributed.resources.trainer_devices"
                 ) from None
     return list(range(torch.accelerator.device_count()))
 
@@ -216,10 +225,11 @@ def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[
 
     Args:
         resources: which may name the devices of each side.
-        visible: what the launcher left visible; the first of them are the trainer's.
+        visible: what the launcher left visible; the first of them are the trainer's, or the one of LOCAL_RANK.
         ranks: of the trainer, one a device.
     """
-    trainer, rewards = visible[:ranks], resources.reward_devices or []
+    first = int(os.environ.get("LOCAL_RANK") or 0) if ranks == 1 else 0  # a program may have chosen its device
+    trainer, rewards = visible[first : first + ranks], resources.reward_devices or []
     known = resources.visible_devices or visible
     left = resources.rollout_devices or [device for device in known if device not in (*trainer, *rewards)]
     if len(trainer) != ranks or set(resources.trainer_devices or trainer) != set(trainer):

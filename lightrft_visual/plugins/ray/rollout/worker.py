@@ -22,13 +22,15 @@ class LacksWeights(RolloutError):
 @dataclass(frozen=True)
 class EngineSpec:
     """How a worker builds its engine. target: 'module:function' of arguments; threads: of its operations, as many as
-    the trainer's, so that both add in the same order. plugins: of the run. devices: accelerators of each worker."""
+    the trainer's, so that both add in the same order. plugins: of the run. devices: accelerators of each worker.
+    deterministic: as of the run."""
 
     target: str
     arguments: tuple
     threads: int
     plugins: str | None = None
     devices: int = 1
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class Worker:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun: the engine would wait for its store
         import torch
 
+        from ....runtime.seeding import choose_deterministic
+
         torch.set_num_threads(spec.threads)
+        if spec.deterministic:
+            choose_deterministic()
         load_plugins(spec.plugins)
         self.fetch, self.files = fetch, MappedFiles()
         self.engine = load_target(spec.target)(*spec.arguments)

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from lightrft_visual.plugins.ray.drawing import check_remote as check_diffusion
 from lightrft_visual.plugins.ray.rollout import ray_workers
 from lightrft_visual.plugins.ray.rollout.engine import RemoteEngine, Workers
 from lightrft_visual.plugins.ray.rollout.engine import check_remote as check_vl
-from lightrft_visual.plugins.ray.rollout.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool
+from lightrft_visual.plugins.ray.rollout.pool import LOOK_SECONDS, MOST_DEATHS, WorkerDied, WorkerPool, _Piece
 from lightrft_visual.plugins.ray.rollout.ray_workers import Cluster, RayWorker, divided
 from lightrft_visual.rollout.weight_sync import Posted
 from lightrft_visual.runtime import collectives
@@ -124,6 +125,24 @@ def test_a_worker_that_is_still_coming_back_when_the_run_ends_is_no_loss(caplog)
     assert "it is started again" in caplog.text and "does not come back" not in caplog.text
 
 
+@pytest.mark.parametrize("put_back", ["_again", "_passed_on"])
+def test_work_that_is_put_back_as_the_pool_ends_is_answered(pool_of, put_back):
+    pool = pool_of([])
+    pool.copied, put = False, pool._queue.put
+    pool.workers = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    death = [WorkerDied("killed")] if put_back == "_again" else []
+    piece = _Piece(0, 0, (), Future())
+
+    def put_late(piece):  # after a look at whether all is well
+        pool._fail(RolloutError("no rollout worker is left"))
+        put(piece)
+
+    pool._queue.put = put_late
+    getattr(pool, put_back)(piece, pool.workers[0], *death)
+    with pytest.raises(RolloutError, match="no rollout worker is left"):
+        piece.result.result(0)
+
+
 def test_no_work_waits_for_workers_that_are_gone(pool_of):
     """Also what is submitted in the moment in which the last one is given up."""
     pool = pool_of([])
@@ -214,6 +233,20 @@ def test_devices_are_divided(resources, trainers, ranks, rollouts):
         divided(resources, trainers, ranks)
 
 
+def test_one_rank_has_the_device_that_its_program_has_chosen(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert divided(ResourcesConfig(), [4, 5, 6], 1) == [4, 6] and divided(ResourcesConfig(), [4, 5, 6], 2) == [6]
+
+
+def test_ranks_on_several_hosts_are_told_of_ray(monkeypatch):
+    monkeypatch.setattr(ray_workers, "_on_accelerator", lambda: True)
+    monkeypatch.setattr(ray_workers.collectives, "world_size", lambda: 16)
+    monkeypatch.setattr(ray_workers.presence, "ranks_on_host", lambda: 8)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="16 ranks are on several hosts: .* set RAY_ADDRESS"):
+        ray_workers.rollout_devices(ResourcesConfig())
+
+
 @pytest.mark.parametrize(
     ("own", "told"), [("reward", "the rewards' and the trainer's or"), ("trainer", "the trainer's and")]
 )
@@ -229,6 +262,7 @@ def test_devices_that_a_scheduler_names_otherwise_than_by_numbers(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,GPU-46e5d0ac")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 'GPU-8932f937,GPU-46e5d0ac': .*Set it to numbers"):
         ray_workers.rollout_devices(ResourcesConfig(visible_devices=[0, 1]))  # one of which is the trainer's
+    assert ray_workers.rollout_devices(ResourcesConfig(visible_devices=[0, 1], trainer_devices=[1])) == [0]
 
 
 class Accelerated(Cluster):
@@ -322,13 +356,14 @@ def test_a_worker_is_not_called_once_the_run_has_left_ray():
 
 
 class ActorEnded(Exception):
-    actor_init_failed = True
+    pass
 
 
 def test_a_worker_that_cannot_be_built_again_is_not_waited_for():
-    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=SimpleNamespace(RayError=ActorEnded))
+    errors = SimpleNamespace(RayError=Exception, ActorDiedError=ActorEnded)
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors)
     actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))
-    ray.get = lambda task, timeout: failing(ActorEnded("ray::Actor\n  a line\nValueError: no room"))()
+    ray.get = lambda task, timeout: failing(ActorEnded("ray::Actor\n  File a line\nValueError: no room"))()
     with pytest.raises(RolloutError, match="it does not start again: ValueError: no room$"):
         RayWorker(ray, actor, "a", timeout=1.0).wait_until_back()
 

@@ -190,3 +190,13 @@ def test_workers_are_told_whole_paths(tmp_path, monkeypatch):
     assert sent.episodes.environment == f"{tmp_path}/game.py:play" and config.model.pretrain == "model"
     config.model.pretrain = "org/model"  # of the hub
     assert for_workers(config).model.pretrain == "org/model"
+
+
+def test_workers_get_the_settings_of_a_run_that_is_open_unchecked(monkeypatch):
+    """Then the default of a setting stands there, which the user may not have named."""
+    config, specs = RunConfig(distributed=DistributedConfig(deterministic=True)), []
+    monkeypatch.setattr(RunConfig, "check", lambda self: pytest.fail("checked once more"))
+    monkeypatch.setattr(engine, "Workers", lambda config, spec, turns: specs.append(spec))
+    engine.RemoteEngine.from_config(config, None)
+    (spec,) = specs
+    assert spec.deterministic and spec.arguments[0] == config and spec.arguments[0] is not config
