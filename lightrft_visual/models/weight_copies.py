@@ -63,7 +63,8 @@ def _held(parameter: nn.Parameter) -> T:
 @torch.no_grad()
 def _show_new_values(parameters: Iterable[nn.Parameter]) -> None:
     """After their parts have changed: small weights, which ZeRO-3 keeps whole on every rank, are gathered again by one
-    collective, and the second divisions within a host (zpg) made anew. All ranks call it."""
+    collective, large ones that are whole just now by one each, and the second divisions within a host (zpg) made anew.
+    All ranks call it."""
     divided = [parameter for parameter in parameters if is_zero_param(parameter)]
     whole = [parameter for parameter in divided if parameter.ds_status == ZeroParamStatus.AVAILABLE]
     twice = [each for each in divided if each.ds_secondary_tensor is not None]
@@ -71,8 +72,11 @@ def _show_new_values(parameters: Iterable[nn.Parameter]) -> None:
         whole[0].partition(whole)
     for parameter in divided:
         parameter.ds_secondary_tensor = None
-    if whole:
-        whole[0].all_gather_coalesced(whole).wait()
+    if small := [each for each in whole if each.ds_persist]:
+        small[0].all_gather_coalesced(small).wait()
+    for parameter in whole:
+        if not parameter.ds_persist:  # together they may be gigabytes
+            parameter.all_gather([parameter])
     for parameter in twice:
         if parameter.ds_status != ZeroParamStatus.AVAILABLE:  # one at a time: together they are a whole model
             parameter.all_gather([parameter])

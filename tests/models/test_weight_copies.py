@@ -90,6 +90,8 @@ def lend_what_zero_3_keeps_whole():
     deepspeed.zero.Init(module=model)
     own, wanted = list(model.parameters()), layer().weight
     own[0].all_gather(own)
+    for each in own:
+        each.ds_persist = True  # as the engine says of small ones
     copy = WeightCopy(own)
     moved([each.ds_tensor for each in own])
     backend = deepspeed.comm.comm.cdb
@@ -98,6 +100,9 @@ def lend_what_zero_3_keeps_whole():
             assert gathers.call_count == 1 and torch.equal(own[0], wanted) and torch.equal(own[2], wanted)
         assert gathers.call_count == 2 and torch.equal(own[0], wanted + 1) and torch.equal(own[2], wanted + 1)
     torch.testing.assert_close(own[0].ds_tensor - copy.copies[0], torch.ones(3), rtol=0, atol=1e-6)
+    own[0].ds_persist = False  # a large one, whole just now
+    with copy.swapped():
+        assert torch.equal(own[0], wanted) and torch.equal(own[2], wanted)
 
 
 def copies_on_two_ranks(whole):

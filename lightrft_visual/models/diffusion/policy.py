@@ -111,6 +111,8 @@ class DiffusionPolicy(nn.Module):
             ConfigError: no family here reads the pipeline's class, or it is not the one named.
         """
         fetch_model(path)
+        if divide is not None:
+            collectives.meet()  # from here on ranks load together
         with refused_as(ConfigError, f"model {path} cannot be loaded"), LOADING:
             adapter = named_family(pipeline_class(path), family)
             if path.endswith(PARTS):

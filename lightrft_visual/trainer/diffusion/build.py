@@ -37,7 +37,6 @@ from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock
-from ...runtime.hub import fetch_model
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
 from ..loop import LoopSettings
@@ -344,12 +343,12 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
 def _loaded(config: DiffusionRunConfig, strategy: DeepspeedStrategy, name: str, **own: Any) -> DiffusionPolicy:
     """A pipeline of the run, on the host. A collective. own: what is not of the run."""
     model, path = config.model, registry.pipeline_folder(name, config.model.family)
-    fetch_model(path)
-    collectives.meet()  # as `data/prompts.py` does; divided models then load together
-    return DiffusionPolicy.from_pretrained(
+    policy = DiffusionPolicy.from_pretrained(
         path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family,
         tokenizer=model.tokenizer_path, **own,
     )  # fmt: skip
+    collectives.meet()  # as `data/prompts.py` does
+    return policy
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:

@@ -105,8 +105,8 @@ def worth_using(graphed: list[Graphed], only_advantages_count: bool) -> float | 
     numbers = torch.zeros(3, dtype=torch.float64)
     for experience, kept in graphed:
         valid = experience.valid.bool()
-        steps, counted = int(valid.sum()) * len(kept.steps), int((valid & experience.advantages.bool()).sum())
-        numbers += torch.tensor([steps, counted, len(valid)])
+        moving = experience.advantages.bool().view(len(valid), -1).any(dim=1)  # (B), also of advantages (B, K)
+        numbers += torch.tensor([int(valid.sum()) * len(kept.steps), int((valid & moving).sum()), len(valid)])
     steps, counted, samples = collectives.all_reduce_sum(numbers).tolist()
     return None if only_advantages_count and counted < WORTH * samples else max(steps, 1.0)
 

@@ -260,13 +260,13 @@ class RewardUpdate:
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.family.starting_scale(float(schedule[1][0]))
-            reward = partial(self._differentiable, part, new)
+            reward = partial(self._differentiable, part, new, host)
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)
             media, scored = new.pop()
             _add_loss(metrics, outputs, scored.valid.sum(), last, first=True)
             self.engine.accumulate(outputs.loss, last)
-            drawn.append((host.of(media), host.of(scored.scores.detach()), host.of(scored.valid)))
+            drawn.append((media, host.of(scored.scores.detach()), host.of(scored.valid)))
         host.wait()
         media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
         check_finite(scores, valid, self.name)
@@ -280,10 +280,10 @@ class RewardUpdate:
         return draw_noise(batch.latent_shape, generators, torch.float32, self.sampling.model.policy.device)
 
     def _differentiable(
-        self, requests: DrawingBatch, new: list[tuple[T, DifferentiableScore]], media: T
+        self, requests: DrawingBatch, new: list[tuple[T, DifferentiableScore]], host: HostCopies, media: T
     ) -> DifferentiableScore:
         scored = self.score(media, requests)
-        new.append((media.detach().clamp(0, 1), scored))
+        new.append((host.of(media.detach().clamp(0, 1)), scored))
         return scored
 
 

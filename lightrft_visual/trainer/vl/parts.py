@@ -297,14 +297,13 @@ def export_actor(parts: Any, folder: Path) -> None:
     """
     actor, checkpoint = parts.actor, parts.checkpoint
     actor.bring_back()
+    model = actor.module.model
+    named = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
     with parts.hooks.weights_for("export") or nullcontext():
         state = gathered_state_dict(actor, keep=collectives.is_rank_0())
-    if parts.config.model.lora_rank:
-        model = actor.module.model
-        named = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
         with actor.gathered(list(named.values())):
             adapters = {name: parameter.detach().cpu().clone() for name, parameter in named.items()}
-        if collectives.is_rank_0():
-            export_lora(model, folder / "lora", adapters)
+    if parts.config.model.lora_rank and collectives.is_rank_0():
+        export_lora(model, folder / "lora", adapters)
     if collectives.is_rank_0():
         export_hf(actor.module.transformer, checkpoint.processor or checkpoint.tokenizer, folder, state)

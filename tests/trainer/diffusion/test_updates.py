@@ -323,6 +323,10 @@ def test_only_the_trained_steps_of_a_window_keep_their_graph_where_that_is_less_
     experience.advantages[0] = 0
     assert worth_using([Graphed(experience, kept)], True) is None
     assert worth_using([Graphed(experience, kept)], False) == 6  # a KL counts all
+    experience.advantages = experience.advantages[:, None].expand(-1, 3)  # of each step
+    assert (
+        worth_using([Graphed(experience, kept)], False) == 6 and worth_using([Graphed(experience, kept)], True) is None
+    )
 
 
 @pytest.mark.parametrize("gib,fits", [(1.0, True), (1e-6, False)])

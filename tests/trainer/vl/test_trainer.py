@@ -94,9 +94,11 @@ def bytes_of(model: nn.Module) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
-def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeypatch):
+def test_weights_and_adapters_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeypatch):
     """As after the last evaluation of a run without checkpoints, or of one that is resumed behind its last step."""
     trainer = trainer_that_offloads(ReadsAfterTheEnd())
+    trainer.actor.module.model.register_parameter("lora_A", nn.Parameter(torch.ones(2, 3)))
+    trainer.config.model.lora_rank = 2
     average = WeightAverage(trainer.actor.module.parameters(), decay=0.5)
     average.copies = [torch.full_like(each, 2.0) for each in average.copies]
     trainer.actor.module.transformer, exported = None, []
@@ -104,10 +106,12 @@ def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeyp
         actor=trainer.actor, config=trainer.config, checkpoint=SimpleNamespace(processor=None, tokenizer=None),
         hooks=SimpleNamespace(weights_for=lambda purpose: average.swapped()),
     )  # fmt: skip
+    monkeypatch.setattr(parts, "export_lora", lambda model, folder, state: exported.append(state))
     monkeypatch.setattr(parts, "export_hf", lambda model, tokenizer, folder, state: exported.append(state))
     trainer._load_engine_weights()
     trainer.export(Path())
-    assert exported[0] and all((weight == 2).all() for weight in exported[0].values())
+    assert [*exported[0]] == ["lora_A"] and len(exported[1]) >= 4
+    assert all((weight == 2).all() for state in exported for weight in state.values())
 
 
 def test_weights_that_a_probe_has_read_leave_before_the_next_generation():
