@@ -30,6 +30,22 @@ def test_states_and_weights_leave_the_device_and_come_back(ranks, stage):
         assert seen["counted_on"]  # where one kernel of AdamW reads them
 
 
+@pytest.mark.plugin("memory_plan")
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_resumed_engine_and_an_export_hold_what_the_plan_says(ranks, stage):
+    from lightrft_visual.config.shared import DistributedConfig
+    from lightrft_visual.plugins.memory_plan.zero import Model, Zero
+
+    plan = Zero(DistributedConfig(zero_stage=stage), ranks=2, on_cpu=False)
+    numbers = ranks[0][f"stage_{stage}"]["weights"] // 4
+    model = Model(numbers, 0, 512 * 256, 512 * 256, width=4)
+    items = [plan.weights("it", model), *plan.optimizer("it", model), *plan.kept("it", model)]
+    small = (64 * 512 + 512 + 256) * 4 if stage == 3 else 0  # weights that ZeRO-3 keeps whole
+    for rank in ranks:
+        assert abs(rank[f"stage_{stage}"]["loading"] - sum(item.bytes for item in items) - small) <= SMALL
+        assert rank["exported"]["peak"] >= 512 * 512 * 4  # one weight of the model, whose bound is below
+
+
 def test_what_is_at_home_on_the_host_is_on_the_device_only_while_it_is_used(ranks):
     for number, rank in enumerate(ranks):
         guest, taken, exported = rank["guest"], rank["taken_along"], rank["exported"]

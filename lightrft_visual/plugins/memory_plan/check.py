@@ -63,8 +63,8 @@ def unknown(config: AnyConfig) -> str:
     """What is said where there is no plan."""
     if config.distributed.split:
         return (
-            "no plan: rollout workers of this kind are not planned yet (those of vision-language runs on accelerators "
-            "are); --placement colocated plans the trainer and the engine on one device"
+            "no plan: without accelerators rollout workers share the host's memory with the trainer, which is not "
+            "planned yet; --placement colocated plans the trainer and the engine on one device"
         )
     name = config.model.pretrain
     return (
@@ -136,7 +136,7 @@ class Planner:
 
     def _of_model(self, config: AnyConfig) -> Callable[[AnyConfig], Plan] | None:
         device, ranks, local = self.device, self.ranks, self.local
-        if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
+        if config.distributed.split and device.on_cpu:
             return None
         from .reward_models import judges_of
 

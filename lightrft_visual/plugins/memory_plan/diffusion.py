@@ -1,4 +1,4 @@
-"""The plan of a diffusion run: what one rank holds while it loads, generates, scores, trains and syncs."""
+"""The plan of a diffusion run: what one rank holds in each of its phases, from the load to the export."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -211,7 +211,10 @@ class DiffusionPlanner:
             f"{self.model.trained / 1e6:.0f} million of them trained, ZeRO-{self.zero.stage}, "
             f"{self.samples} samples a rank and step"
         )
-        phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
+        if self.config.distributed.split:
+            about += "; a trainer's device alone, those of the rollout workers hold a pipeline each"
+        step = (self._generate(), self._score(), self._train(), self._sync())
+        phases = (self._load(), *step, self._resume(), self._export())
         own = {name: getattr(self.config.model, name) for name in ("use_gradient_checkpointing_offload", "vae_tiling")}
         used = in_use(self.config, **own, offload_trainer=True)  # a setting of vision-language runs
         tokens = 0.0  # a denoiser's are not counted
@@ -253,12 +256,11 @@ class DiffusionPlanner:
             items.append(Item("reference: weights", self.model.trained * self.model.width / share, "lora_rank"))
         return items + reward_items(self.judges, self.zero, judge)
 
-    def _lent(self) -> Item:
-        """The weights put aside while a copy of theirs computes."""
-        lends = self.config.keeps_old_policy or (self.reference and self.config.model.lora_rank == 0)
-        lends = lends or self.config.output.eval_ema  # an evaluation draws with the average
-        size = self.model.trained * self.model.width / self.zero.share(3) if lends else 0
-        return Item("weights put aside for a copy", size, "lora_rank")
+    def _lent(self) -> list[Item]:
+        """The average in evaluations, and the old policy where it draws."""
+        lower = "eval_ema false, lora_rank" if self.config.output.eval_ema else "lora_rank"
+        lends = self.config.keeps_old_policy or self.config.output.eval_ema
+        return [self.zero.standing_in(self.model, lower)] if lends else []
 
     def _drawn(self) -> list[Item]:
         """What the step's samples hold: on the device until they are trained on, their media on the host."""
@@ -298,7 +300,8 @@ class DiffusionPlanner:
         return Phase.fullest("load", size / DISK, self.device.on_cpu, *moments)
 
     def _generate(self) -> Phase:
-        """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains."""
+        """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains. Where
+        rollout workers draw, this is the trainer's evaluation, in micro-batches of as many."""
         always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
         step = self.computed.denoised(self.drawn, self.config.sampling.guidance_scale, backward=False).peak
         step += self.drawn * self.computed.condition_bytes()[0]
@@ -307,8 +310,8 @@ class DiffusionPlanner:
         decoded = Item("decoding", decoding, "vae_tiling, micro_rollout_batch_size")
         moments = [
             [*self._always(ENCODERS), *self._drawn(), self._encoding()],
-            [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
-            [*self._always(("vae",)), *drawn, lent, decoded],
+            [*always, *drawn, *lent, forward, *self.zero.gathered(self.model)],
+            [*self._always(("vae",)), *drawn, *lent, decoded],
         ]
         seconds = 0.0 if self.rewarded else self._generate_seconds()
         return Phase.fullest("generate", seconds, self.device.on_cpu, *moments)
@@ -475,5 +478,23 @@ class DiffusionPlanner:
         return max(device, self.steps * step.kept + decoded.peak), 0
 
     def _sync(self) -> Phase:
-        """Sampling uses the trained weights themselves."""
-        return Phase.fullest("sync", 0.0, self.device.on_cpu, self._always())
+        """Sampling uses the trained weights themselves, or workers take versions of them."""
+        items = self._always()
+        if self.config.distributed.split:
+            versions = (self.config.asynchronous.ahead + 2) * self.model.trained * self.model.width
+            items += [*self._lent(), *self.zero.for_workers(self.model, versions / self.local)]
+        return Phase.fullest("sync", 0.0, self.device.on_cpu, items)
+
+    def _resume(self) -> Phase:
+        read = self.zero.read_back(self.model)
+        return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, [*self._always(), read])
+
+    def _export(self) -> Phase:
+        """Adapters to all ranks' hosts, a denoiser's at once; all weights to rank 0's one by one, where two meet."""
+        model, adapters = self.model, self.config.model.lora_rank > 0
+        numbers, at_once = (model.trained,) * 2 if adapters else (model.numbers, 2 * model.widest)
+        lent = self._lent() if self.config.output.eval_ema else []
+        gathered = Item("weights gathered to export", at_once * model.width if self.zero.stage == 3 else 0)
+        size = numbers * model.width / (1 if adapters else self.local)
+        items = [*self._always(), *lent, gathered, Item("weights to export", size, "lora_rank, bf16", HOST)]
+        return Phase.fullest("export", self.speeds.writing(numbers * model.width), self.device.on_cpu, items)

@@ -9,6 +9,7 @@ from ...config.placement import GIB, Device
 from .meta import Work
 
 DEVICE, HOST = "device", "host"
+ONCE = ("load", "resume", "export")  # phases that are no part of a step
 SMALL = 0.03  # of a phase: what is less needs no advice
 # Ends of names of what a run holds whatever its batches are; the rest of a plan is estimated.
 CERTAIN = (": weights", ": gradients", ": fp32 weights and Adam's moments", ": gradients in fp32")
@@ -120,8 +121,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step: of all phases but the load."""
-        return sum(phase.seconds for phase in self.phases[1:])
+        """Of a step."""
+        return sum(phase.seconds for phase in self.phases if phase.name not in ONCE)
 
     def peak(self) -> float:
         """Bytes of the fullest phase on the device; on the CPU with what is there on the host."""

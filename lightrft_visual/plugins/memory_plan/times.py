@@ -119,6 +119,10 @@ class Speeds:
         times = micro_batches if zero.stage >= 2 else 1
         return others * size * (times + (zero.stage < 3))
 
+    def writing(self, size: float) -> float:
+        """Of so many bytes of an export: to the host, to the disk, and read for their hashes."""
+        return size / self.link + 2 * size / DISK
+
     def gathering(self, zero: Zero, model: Model, passes: float) -> float:
         """Of the whole model by stage 3; the others gather nothing.
 

@@ -1,4 +1,4 @@
-"""The plan of a vision-language run: what one rank holds while it loads, generates, scores, trains and syncs.
+"""The plan of a vision-language run: what one rank holds in each of its phases, from the load to the export.
 
 All lengths are the longest that the settings allow: prompts of `prompt_max_len`, whole of images as far as
 `max_pixels` lets them be, and responses of `generate_max_len`, or episodes of `max_episode_tokens`.
@@ -63,7 +63,8 @@ class VLPlanner:
         )
         if self.split:
             about += "; a trainer's device alone, those of the rollout workers hold an engine each"
-        phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
+        step = (self._generate(), self._score(), self._train(), self._sync())
+        phases = (self._load(), *step, self._resume(), self._export())
         trained = self._update_work(self._micro_batch()).times(self._updates())
         moves = self.config.rollout.offload_trainer or self.zero.stage == 0 or self.config.distributed.adam_offload
         used = in_use(self.config, offload_reference=self.config.rollout.offload_reference, offload_trainer=moves)
@@ -86,7 +87,7 @@ class VLPlanner:
         training: whether gradients are counted apart. waiting: trained models whose weights are away too, where
         `offload_trainer` moves them.
         """
-        trained = {"policy": self.shape.model} | ({} if self._critic is None else {"critic": self._critic})
+        trained = self._trained
         moves = self.config.rollout.offload_trainer and not self.device.on_cpu
         left = [name for name in trained if not (moves and name in waiting)]
         items = [*program(self.device, self.resident), *(self.zero.weights(name, trained[name]) for name in left)]
@@ -128,6 +129,10 @@ class VLPlanner:
     def _reference(self) -> Item:
         size = self.zero.divided(self.shape.base * self.shape.width)
         return Item("reference: weights", size, "offload_reference, zero_stage 3, lora_rank, init_kl_coef 0, bf16")
+
+    @property
+    def _trained(self) -> dict[str, Model]:
+        return {"policy": self.shape.model} | ({} if self._critic is None else {"critic": self._critic})
 
     @cached_property
     def _critic(self) -> Model | None:
@@ -218,10 +223,9 @@ class VLPlanner:
         )
 
     def _lent(self) -> list[Item]:
-        """The weights put aside while an evaluation or the export has their average."""
-        model = self.shape.model
-        size = model.trained * model.width / self.zero.share(3) if self.config.output.eval_ema else 0
-        return [Item("weights put aside for the average", size, "eval_ema false, lora_rank")]
+        """The average, while it is evaluated or exported."""
+        lends = self.config.output.eval_ema
+        return [self.zero.standing_in(self.shape.model, "eval_ema false, lora_rank")] if lends else []
 
     def _least_cache(self) -> float:
         """Keys and values of one whole sequence, below which an engine does not start."""
@@ -353,7 +357,7 @@ class VLPlanner:
         return MicroBatch(rows, self.length, rows * answer, min(rows, prompts))
 
     def _train(self) -> Phase:
-        train, zero, model = self.config.train, self.zero, self.shape.model
+        train, zero = self.config.train, self.zero
         batch, own = self._micro_batch(), self._own()
         lower = "gradient_checkpointing, sp_size, bf16, "
         lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
@@ -365,16 +369,14 @@ class VLPlanner:
             self._next_batch(),
         ]
         moments: list[list[Item]] = []
-        both = {"policy": model, "critic": self._critic}
-        for name, trained in both.items():
-            if trained is not None:
-                rests = [item for other, own in both.items() if own and other != name for item in zero.kept(other, own)]
-                rests += zero.gathered(trained)
-                activations = self.shapes[name].training(self._learnt_from(batch), self.device)
-                held = Item("activations of a micro-batch", activations, lower)
-                whole = micro_batches > 1 or zero.stage == 0 or zero.gradients_at_once(trained)
-                backward = self._backward(zero.gradients(name, trained, micro_batches), held, whole)
-                moments += [[*always, *rests, *moment] for moment in (*backward, zero.step(name, trained))]
+        for name, trained in self._trained.items():
+            rests = [item for other, own in self._trained.items() if other != name for item in zero.kept(other, own)]
+            rests += zero.gathered(trained)
+            activations = self.shapes[name].training(self._learnt_from(batch), self.device)
+            held = Item("activations of a micro-batch", activations, lower)
+            whole = micro_batches > 1 or zero.stage == 0 or zero.gradients_at_once(trained)
+            backward = self._backward(zero.gradients(name, trained, micro_batches), held, whole)
+            moments += [[*always, *rests, *moment] for moment in (*backward, zero.step(name, trained))]
         return Phase.fullest("train", self._train_seconds(batch, micro_batches), self.device.on_cpu, *moments)
 
     def _train_seconds(self, batch: MicroBatch, micro_batches: int) -> float:
@@ -382,7 +384,7 @@ class VLPlanner:
         the policy takes."""
         speeds, shape, work = self.speeds, self.shape, self._update_work(batch)
         found = 0.0
-        for model in filter(None, (shape.model, self._critic)):
+        for model in self._trained.values():
             found += speeds.seconds(work) + speeds.reducing(self.zero, model, micro_batches)
             found += speeds.gathering(self.zero, model, 2 * micro_batches)
             found += speeds.optimizer_step(self.zero, model, shape.trained_tensors)
@@ -426,11 +428,25 @@ class VLPlanner:
         moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)
         if self.split:
             versions = self.config.asynchronous.ahead + 2
-            items += [Item("versions of the weights for the workers", versions * size / self.local, where=HOST)]
-            items += self.zero.handed_over(self.shape.model)
+            items += self.zero.for_workers(self.shape.model, versions * size / self.local)
         calls = SYNC_CALLS * len(list(self.shape.whole.parameters())) if self.resident else 0
         seconds = self.speeds.seconds(Work(moved=3 * size if self.resident else 0, calls=calls))
         return Phase.fullest("sync", seconds + 2 * moved / self.device.link, self.device.on_cpu, items)
+
+    def _resume(self) -> Phase:
+        """Optimizer states are on the device while the engine sleeps; models are read one after the other."""
+        read = max(map(self.zero.read_back, self._trained.values()), key=lambda item: item.bytes)
+        items = [*self._models(), *self._engine(awake=False), read]
+        return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, items)  # for its hashes, and again
+
+    def _export(self) -> Phase:
+        """All weights to rank 0's host, beside an engine that may be awake; adapters are merged one by one."""
+        model, size = self.shape.model, self.shape.base * self.shape.width
+        merged = 2 * model.widest * model.width if self.config.model.lora_rank else 0
+        items = [*self._models(train_states=False, waiting=["critic"]), *self._engine(awake=True), *self._lent()]
+        items += [Item("a weight with its adapters", merged), *self.zero.handed_over(model)]
+        items.append(Item("weights to export", size / self.local, "bf16", HOST))
+        return Phase.fullest("export", self.speeds.writing(size), self.device.on_cpu, items)
 
 
 def _shared_row(samples: list[SampleRef], tokens: int) -> tuple[list[int], list[int | None]]:

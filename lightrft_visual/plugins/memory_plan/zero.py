@@ -132,6 +132,23 @@ class Zero:
         """The model that engine hf puts together for as long as it generates."""
         return [] if self.stage < 3 else [Item("weights gathered to generate", model.bytes, "engine_type vllm")]
 
+    def for_workers(self, model: Model, size: float) -> list[Item]:
+        """What rollout workers take weights from. size: bytes of the versions that are kept, by rank of the host."""
+        return [Item("versions of the weights for the workers", size, where=HOST), *self.handed_over(model)]
+
+    def read_back(self, model: Model) -> Item:
+        """What a rank that resumes has read before it is where it stays: weights, whole below stage 3, and its states,
+        at once where another number of ranks saved them. Moments of the host stay where they are read to."""
+        weights = model.trained * model.width if self.stage < 3 else 0
+        moments = 0 if self.on_cpu or self.config.adam_offload else self._moments(model)
+        size = weights + self._masters(model) + moments
+        return Item("checkpoint that is read", size, "zero_stage 3, lora_rank, more ranks", HOST)
+
+    def standing_in(self, model: Model, lower: str) -> Item:
+        """A copy in fp32 that computes in the weights' place takes their precision for it."""
+        size = model.trained * model.width / self.share(3) if model.width < FP32 else 0
+        return Item("copy that stands in for the weights", size, lower)
+
     def handed_over(self, model: Model) -> list[Item]:
         """What stage 3 has together while an engine takes the weights over."""
         if self.stage < 3:
@@ -147,12 +164,17 @@ class Zero:
             model: that is trained.
             stepped: whether the first step is done, before which there are no moments.
         """
-        part = FP32 * model.trained / self.share(1)
-        masters = part if self.stage or model.width < FP32 else 0
-        moments = 2 * part if stepped else 0
+        moments = self._moments(model) if stepped else 0
         lower = "adam_offload, offload_trainer, lora_rank, more ranks"
-        item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments, lower)
+        item = Item(f"{name}: fp32 weights and Adam's moments", self._masters(model) + moments, lower)
         return self._offloaded(item, name, model) if self.config.adam_offload else [item]
+
+    def _masters(self, model: Model) -> float:
+        """Bytes of fp32 weights beside those that compute."""
+        return FP32 * model.trained / self.share(1) if self.stage or model.width < FP32 else 0
+
+    def _moments(self, model: Model) -> float:
+        return 2 * FP32 * model.trained / self.share(1)
 
     def _offloaded(self, states: Item, name: str, model: Model) -> list[Item]:
         """With adam_offload. Gradients in fp32 lie beside the states, and from stage 2 on what is added up: stage 2 has

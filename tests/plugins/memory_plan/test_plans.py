@@ -54,7 +54,8 @@ def test_a_recipe_fits_on_the_hardware_that_it_names(name: str) -> None:
     assert config.plan.plan_device in DEVICES and config.plan.plan_world_size
     plan = check.Planner(*check.named_device(config)).plan(config)
     assert plan.fits, plan.text()
-    assert [phase.name for phase in plan.phases] == ["load", "generate", "score", "train", "sync"]
+    named = ["load", "generate", "score", "train", "sync", "resume", "export"]
+    assert [phase.name for phase in plan.phases] == named
 
 
 def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> None:
@@ -70,11 +71,13 @@ def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> No
 
 
 def test_weights_that_wait_are_not_on_the_device_beside_the_engine() -> None:
-    """Those of a critic come back for its forwards, the policy's also for a probe of what the engine has taken over."""
+    """Those of a critic come back for its forwards and a checkpoint, the policy's also for a probe of what the engine
+    has taken over, and for the export."""
     plan = plan_of(*SEVEN, "--advantage_estimator", "gae", "--offload_trainer")
     on_device = [{item.name for item in phase.items if item.where != HOST} for phase in plan.phases]
     here = [[name for name in ("policy", "critic") if f"{name}: weights" in found] for found in on_device]
-    assert here == [[], [], ["policy", "critic"], ["policy", "critic"], ["policy"]]
+    both = ["policy", "critic"]
+    assert here == [[], [], both, both, ["policy"], both, ["policy"]]
     assert all("reference: weights" in found for found in on_device)
     stays = plan_of(*SEVEN, "--advantage_estimator", "gae").phases[1]
     assert {"policy: weights", "critic: weights"} <= {item.name for item in stays.items}
@@ -191,11 +194,11 @@ def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("engine,phase", [("vllm", 4), ("hf", 1)])
-def test_weights_are_put_aside_while_an_evaluation_has_their_average(engine, phase) -> None:
+def test_an_average_takes_the_weights_precision_while_it_is_evaluated(engine, phase) -> None:
     ema = [*SEVEN, "--engine_type", engine, "--enable_ema"]
     own, averaged = (plan_of(*ema, *also).phases[phase] for also in (["--eval_ema", "false"], []))
     added = averaged.total("device") - own.total("device")
-    assert added >= 2 * 8_292_166_656 / 8 and "weights put aside for the average" in {i.name for i in averaged.items}
+    assert added >= 2 * 8_292_166_656 / 8 and "copy that stands in for the weights" in {i.name for i in averaged.items}
 
 
 def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
@@ -274,7 +277,7 @@ def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: li
     assert "# plan of one rank of 8 ranks (8 on a host) of h100-80gb" in shown and "# train" in shown
 
 
-SPLIT = "--placement split distributed.resources.trainer"
+SPLIT, STATES = "--placement split distributed.resources.trainer", "denoisers: fp32 weights and Adam's moments"
 
 
 @pytest.mark.parametrize(
@@ -291,6 +294,24 @@ def test_a_plan_is_of_as_many_ranks_as_the_trainer_has_devices(monkeypatch, sett
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = parse_run(RunConfig, settings.split()).config
     assert check.named_device(config)[1:] == (ranks, ranks)
+
+
+def test_a_trainer_that_draws_on_other_devices_is_planned_alone() -> None:
+    """Its evaluations are drawn on its own, and as many samples at once; no graph of a rollout is there to be kept."""
+    argv = "--num_steps 6 --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 32".split()
+    plans = []
+    for also in ([], f"{SPLIT}.num_gpus=2".split()):
+        argv = [*argv, "--plan_device", "h100-80gb", "--plan_world_size", "2", *also]
+        config = parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config
+        planner = check.Planner(*check.named_device(config))
+        assert planner.sizes(config)
+        plans.append(planner.plan(config))
+    here, alone = ({phase.name: {item.name for item in phase.items} for phase in plan.phases} for plan in plans)
+    assert "a trainer's device alone" in plans[1].about and "VAE: weights" in alone["generate"]
+    assert alone["sync"] - here["sync"] == {"versions of the weights for the workers"}
+    synced = held(plans[1], 4)  # two versions in fp32, and states of three such numbers, both by two ranks
+    assert synced["versions of the weights for the workers"] * 3 == synced[STATES] * 2
+    assert "graphs of the rollout" in here["generate"] - alone["generate"]
 
 
 def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
@@ -370,7 +391,7 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
     )
     found = held()
     assert found["generate"] == found["score"] == found["train"] == pytest.approx(8 * 5 * one, rel=0.15)
-    assert found["load"] == found["sync"] == 0
+    assert found["load"] == found["sync"] == found["resume"] == found["export"] == 0
     assert held("--timestep_fraction", "0.4")["generate"] == pytest.approx(found["generate"] * 2 / 5)
     assert not any(held("--rollout_graph_gib", "0.001").values()) and not any(held("--max_epochs", "2").values())
     # The reference then runs over all kept steps of a micro-batch at once.

@@ -49,7 +49,7 @@ def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scor
     pick, clip = NAMED.format("pick_score"), NAMED.format("clip_score")
     for phase in phases:
         assert phase[clip] == (HOST, CLIP)
-    assert [phase[pick] for phase in phases] == [(HOST, PICK)] * 2 + [(DEVICE, PICK)] + [(HOST, PICK)] * 2
+    assert [phase[pick] for phase in phases] == [(HOST, PICK)] * 2 + [(DEVICE, PICK)] + [(HOST, PICK)] * 4
     assert phases[2]["gold clip_score: weights"] == (HOST, CLIP)  # gold has models of its own
 
 
