@@ -53,5 +53,5 @@ def test_what_is_at_home_on_the_host_is_on_the_device_only_while_it_is_used(rank
         assert taken["inside"] >= taken["size"] and taken["again"] <= SMALL
         assert taken["same"] == 2  # its weights are not copied back
         # A divided model is written from the host, and no device holds it whole.
-        assert exported["peak"] <= 0.5 * exported["whole"]
+        assert exported["peak"] <= 0.75 * exported["whole"]  # of four weights two or three may meet
         assert (exported["same"], exported["on_host"]) == ((8, True) if number == 0 else (0, False))

@@ -127,8 +127,12 @@ class VLShape:
         return (self.family.tokens_per_image or 0) if self.family.draws else 0
 
     def cache_bytes(self, width: int) -> float:
-        """Keys and values of one token."""
-        return token_bytes(self.text, width)
+        """Keys and values of one token, in layers that keep those of all tokens; of MLA what it makes them of."""
+        text = self.text
+        if (rank := getattr(text, "kv_lora_rank", None)) is not None:
+            return text.num_hidden_layers * (rank + text.qk_rope_head_dim) * width
+        kinds = getattr(text, "layer_types", None) or ["full_attention"]
+        return token_bytes(text, width) * kinds.count("full_attention") / len(kinds)
 
     def media_bytes(self) -> tuple[float, float, float]:
         """(vision tokens, patches, bytes of patches) of one prompt at most. A bound of pixels is of an image, or of a

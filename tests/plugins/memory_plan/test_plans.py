@@ -8,6 +8,7 @@ import tiny_families
 import torch
 from shipped import EXPERIMENTS, parsed
 from stock_families import PLAIN, STOCK
+from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen2Config
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
@@ -593,3 +594,14 @@ def test_sizes_of_a_model_that_is_not_planned_are_checked_before_it_is_loaded(si
     config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *named]).config
     with pytest.raises(ConfigError, match=told) if told else nullcontext():
         assert pipeline_policy(config) is None
+
+
+def test_the_cache_of_an_engine_is_of_the_layers_that_keep_all_tokens() -> None:
+    for text, wanted in (
+        (Qwen2Config(), 2 * 32 * 32 * 128 * 2),
+        (Gemma3TextConfig(), 2 * 4 * 4 * 256 * 2),  # of 26 layers the others keep a window
+        (DeepseekV3Config(), 61 * (512 + 64) * 2),
+    ):
+        shape = VLShape.__new__(VLShape)
+        shape.text = text
+        assert shape.cache_bytes(2) == wanted, text.model_type
