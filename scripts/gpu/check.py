@@ -139,7 +139,8 @@ def main() -> None:
     print(text)
     if arguments.docs is not None:
         shape = f"scripts/gpu/check.sh --ranks {arguments.ranks} --size {arguments.size}"
-        parts.into(arguments.docs, shape, f"What `{shape}` gave", f"\n{text}\n")
+        mark = f"gpu_check of {arguments.ranks}, {arguments.size}"
+        parts.into(arguments.docs, mark, f"What `{shape}` gave", f"\n{text}\n")
     results = [json.loads((out / f"{name}.json").read_text()) for name in wanted]
     sys.exit(any(result["error"] for result in results))
 
