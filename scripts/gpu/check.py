@@ -1,8 +1,9 @@
 """Runs the parts of the GPU check one after the other and writes their results as one markdown table.
 
-    python scripts/gpu/check.py [--out DIR] [--only PART,PART] [--size real|tiny] [--list]
+    python scripts/gpu/check.py [--out DIR] [--only PART,PART] [--size real|tiny] [--docs docs/benchmarks.md] [--list]
     python scripts/gpu/check.py --ranks N [--hostfile F] ...        the parts of several cards; results in DIR/ranks_N
 
+--docs PAGE: the table also goes into this page, between two marks with the size and the number of ranks.
 --hostfile F: DeepSpeed's list of hosts, which see this folder under the same path; N is then their ranks together.
 --size tiny runs every part on tiny shapes, also without a GPU, to try the kit itself. Exit code 1 when a part failed.
 """
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -45,7 +47,7 @@ def run_part(name: str, out: Path, size: str, limit: int) -> dict:
     rows = out / f"{name}.rows.json"
     if rows.is_file():  # a part that fails in its middle keeps what it had
         result["rows"] = json.loads(rows.read_text())
-    result["seconds"] = round(time.monotonic() - started)
+    result |= {"seconds": round(time.monotonic() - started), "host": parts.host()}
     parts.write_whole(out / f"{name}.json", json.dumps(result, indent=1))
     return result
 
@@ -71,15 +73,27 @@ def done_before(path: Path, size: str) -> bool:
     return result["error"] is None and result["size"] == size
 
 
-def table(results: list[dict], host: dict[str, str]) -> str:
-    """The results as markdown: first the host, then one row for each figure."""
-    lines = [f"Device: {host['device']}. " + ", ".join(f"{k} {v}" for k, v in host.items() if k != "device") + ".", ""]
-    lines += ["| part | what | value |", "|---|---|---|"]
+def table(results: list[dict]) -> str:
+    """The results as markdown: the device and the versions that they were made with, then a line for each value."""
+    lines, host = [], None
     for result in results:
+        if result["host"] != host:
+            host = result["host"]
+            versions = ", ".join(f"{name} {value}" for name, value in host.items() if name != "device")
+            lines += [*[""] * bool(lines), f"Device: {host['device']}. {versions}.", ""]
+            lines += ["| part | what | value |", "|---|---|---|"]
         rows = result["rows"] + ([["failed", result["error"]]] if result["error"] else [])
         lines += [f"| {result['part']} | {what} | {value} |" for what, value in rows]
         lines.append(f"| {result['part']} | whole part | {result['seconds']} s |")
     return "\n".join(lines) + "\n"
+
+
+def told(out: Path, names: Iterable[str], size: str) -> str:
+    """The table of the parts that have a result of this size, which also stands in OUT/gpu_check.md."""
+    found = [json.loads(path.read_text()) for name in names if (path := out / f"{name}.json").is_file()]
+    text = table([result for result in found if result["size"] == size])
+    (out / "gpu_check.md").write_text(text)
+    return text
 
 
 def main() -> None:
@@ -89,6 +103,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--hostfile", type=Path)
+    parser.add_argument("--docs", type=Path)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     parts.end_by_signals()  # and with this process its part ends
@@ -119,9 +134,13 @@ def main() -> None:
             continue
         result = run_part(name, out, arguments.size, limits[name])
         print(f"{name}: {result['error'] or 'ok'} ({result['seconds']} s)", flush=True)
-        finished = [json.loads((out / f"{p}.json").read_text()) for p in limits if (out / f"{p}.json").is_file()]
-        (out / "gpu_check.md").write_text(table(finished, parts.host()))
-    print((out / "gpu_check.md").read_text())
+        told(out, limits, arguments.size)
+    text = told(out, limits, arguments.size)
+    print(text)
+    if arguments.docs is not None:
+        shape = f"scripts/gpu/check.sh --ranks {arguments.ranks} --size {arguments.size}"
+        mark = f"gpu_check of {arguments.ranks}, {arguments.size}"
+        parts.into(arguments.docs, mark, f"What `{shape}` gave", f"\n{text}\n")
     results = [json.loads((out / f"{name}.json").read_text()) for name in wanted]
     sys.exit(any(result["error"] for result in results))
 

@@ -1,7 +1,7 @@
-"""measured.py OUTPUT.json SCRIPT [ARGUMENTS...]: runs a script and writes the card's peak memory, the time, what
+"""measured.py OUTPUT.json N SCRIPT [ARGUMENTS...]: runs a script and writes the card's peak memory, the time, what
 the run's own plan said about memory, and how much its updates compute (null where there was no plan).
 
-GPU_CHECK_PROFILE=N: the N-th train phase is profiled: seconds in which the device worked, null without one."""
+The N-th train phase of rank 0 is profiled: seconds in which its device worked, null without one."""
 
 import json
 import os
@@ -38,8 +38,9 @@ def noted_plans() -> list:
 def updates(again: Any, config: Any, steps: Path) -> dict[str, float]:
     """What forwards and backwards of a step's updates computed, by a plan (`again()`) of the lengths that there were.
 
-    flops: of the model, attention included, each shared prompt once; again: more by checkpointing; computed_tokens: of
-    text and images, 0 where something is drawn. {} for answers of several lengths; with one there is no padding.
+    flops: of the model on one rank, attention included, each shared prompt once; again: more by checkpointing;
+    computed_tokens: of text and images on all ranks, 0 where something is drawn. {} for answers of several lengths;
+    with one there is no padding.
     """
     if hasattr(config, "rollout"):
         if config.rollout.min_new_tokens != config.rollout.generate_max_len:
@@ -49,7 +50,7 @@ def updates(again: Any, config: Any, steps: Path) -> dict[str, float]:
         rollout.prompt_max_len = round(read_jsonl(steps)[-1]["tokens"] / samples) - rollout.generate_max_len
     plan = again()
     own = plan.trained
-    return {"flops": own.flops - own.again, "again": own.again, "computed_tokens": plan.tokens}
+    return {"flops": own.flops - own.again, "again": own.again, "computed_tokens": plan.tokens * plan.ranks}
 
 
 def busy_seconds(events: Iterable[Any]) -> float:
@@ -122,10 +123,11 @@ class MostTaken(threading.Thread):
 
 
 if __name__ == "__main__":
-    output, script = Path(sys.argv[1]), sys.argv[2]
-    sys.argv = sys.argv[2:]
+    output, number, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    sys.argv = sys.argv[3:]
+    first_rank = os.environ.get("RANK", "0") == "0"
     plans, began = noted_plans(), time.monotonic()
-    profiled, taken = profile_update(int(os.environ.get("GPU_CHECK_PROFILE", "0"))), MostTaken()
+    profiled, taken = profile_update(number if first_rank else 0), MostTaken()
     taken.start()
     runpy.run_path(script, run_name="__main__")
     first, again, config = plans[-1] if plans else (None, None, None)
@@ -136,6 +138,6 @@ if __name__ == "__main__":
         "planned_bytes": None if plan is None else plan.peak(),
         "planned_phase": None if plan is None else plan.fullest().name,
     }
-    if os.environ.get("RANK", "0") == "0":
+    if first_rank:
         known = {} if plan is None else updates(again, config, Path(config.output.output_dir) / "metrics.jsonl")
         output.write_text(json.dumps(result | known))

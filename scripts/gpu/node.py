@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,14 +32,28 @@ SAME = "--max_norm 1e9 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0" 
 
 
 def bandwidth(folder: Path, size: str) -> Rows:
-    """All-reduce among all ranks: the bus bandwidth, as NCCL's tests count it."""
+    """All-reduce inside a host and between hosts: the bus bandwidth, as NCCL's tests count it."""
     for mib in (64, 512) if size == "real" else (1, 4):
         result = folder / f"bandwidth_{mib}.json"
         result.parent.mkdir(parents=True, exist_ok=True)
         run = subprocess.run(parts.started([str(HERE / "node.py"), "--rank", str(mib), str(result)], RANKS), cwd=ROOT)
         if run.returncode:
             raise RuntimeError(f"the ranks of the bandwidth test ended with {run.returncode}")
-        yield f"all-reduce of {mib} MiB, bus bandwidth", f"{json.loads(result.read_text()):.2f} GB/s"
+        for reach, speed in json.loads(result.read_text()).items():
+            yield f"all-reduce of {mib} MiB {reach}, bus bandwidth", f"{speed:.2f} GB/s"
+
+
+def reaches(local_ranks: Sequence[int]) -> dict[str, list[list[int]]]:
+    """Groups of ranks by what they reach: those of each host, the first one of each host, all. A rank alone is none.
+
+    local_ranks: each rank's number on its host; ranks of a host are neighbours.
+    """
+    firsts = [rank for rank, local in enumerate(local_ranks) if local == 0]
+    hosts = [list(range(*ends)) for ends in pairwise([*firsts, len(local_ranks)])]
+    found = {"inside a host": hosts}
+    if len(hosts) > 1:
+        found |= {"between the first ranks of hosts": [firsts], "of all ranks": [list(range(len(local_ranks)))]}
+    return {reach: several for reach, groups in found.items() if (several := [each for each in groups if each[1:]])}
 
 
 def measure_bandwidth(mib: int, result: Path, times: int = 10) -> None:
@@ -53,16 +68,24 @@ def measure_bandwidth(mib: int, result: Path, times: int = 10) -> None:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if device == "cpu" else accelerator.communication_backend_name())
     tensor = torch.ones(mib * 2**18, device=accelerator.current_device_name())
-    dist.all_reduce(tensor)
-    accelerator.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        dist.all_reduce(tensor)
-    accelerator.synchronize()
-    seconds, ranks = (time.perf_counter() - began) / times, dist.get_world_size()
+    local_ranks = [0] * dist.get_world_size()
+    dist.all_gather_object(local_ranks, int(os.environ["LOCAL_RANK"]))
+    found = {}
+    for reach, groups in reaches(local_ranks).items():
+        made = [(ranks, dist.new_group(ranks)) for ranks in groups]  # by all ranks, also those that are not in it
+        for ranks, group in made:
+            if dist.get_rank() in ranks:
+                dist.all_reduce(tensor, group=group)
+                accelerator.synchronize()
+                began = time.perf_counter()
+                for _ in range(times):
+                    dist.all_reduce(tensor, group=group)
+                accelerator.synchronize()
+                seconds, count = (time.perf_counter() - began) / times, len(ranks)
+                found[reach] = mib * 2**20 * 2 * (count - 1) / count / seconds / 1e9
+        dist.barrier()
     if dist.get_rank() == 0:
-        result.write_text(json.dumps(mib * 2**20 * 2 * (ranks - 1) / ranks / seconds / 1e9))
-    dist.barrier()
+        result.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -74,10 +97,11 @@ def _against_one(
     flags, first = f"{ENGINE} {SAME} {flags}", "of the first step, one rank and"
     one = seeing(folder, size, f"{next(iter(divided))}_one", flags, 1, PROMPTS, RANKS, shape, alone=True)
     for name, own in divided.items():
-        run = seeing(folder, size, name, f"{flags} {own}", 2, PROMPTS, RANKS, shape)
+        run = seeing(folder, size, name, f"{flags} {own}", parts.PROFILED, PROMPTS, RANKS, shape)
         for metric in ("loss", "grad_norm", "reward_mean", "time_step"):
             yield f"{name}: {metric} {first} {RANKS}", f"{one.steps[0][metric]:.6g}, {run.steps[0][metric]:.6g}"
         yield f"{name}: phases on {RANKS} ranks", run.phases()
+        yield from parts.work(run, f"{name}: ")
 
 
 def zero(folder: Path, size: str) -> Rows:
@@ -120,6 +144,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
     run = parts.drawing(folder, size, f"flow_grpo_{RANKS}", RANKS)
     yield "phases, medians", run.phases()
     yield "images per second of a step", f"{4 * PROMPTS / run.median('time_step'):.3f}"
+    yield from parts.work(run)
 
 
 def killed_rank(folder: Path, size: str) -> Rows:

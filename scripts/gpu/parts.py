@@ -39,7 +39,7 @@ SEEING = (
     "--max_eval_samples 0 --report false --save_trajectories false --save_steps -1 --actor_learning_rate 1e-6"
 )
 ROOMY = 120 * 2**30  # bytes of a card
-PROFILED = 3  # the step of a run on one rank whose update is profiled; its times are left out of medians
+PROFILED = 3  # the step of a run whose update is profiled on rank 0; its times are left out of medians
 EAGER = "--engine_enforce_eager true"  # where generation is not what is measured: CUDA graphs take half a minute
 DRAWING = (
     "--n_samples_per_prompt 4 --guidance_scale 1 --lora_rank 32 --max_sequence_length 5 --max_eval_samples 0 "
@@ -91,18 +91,17 @@ class Run:
         (folder / "..").resolve().mkdir(parents=True, exist_ok=True)
         words = flags.split() if isinstance(flags, str) else flags
         measured = folder.with_suffix(".measured.json")
-        program = [str(HERE / "measured.py"), str(measured), str(ROOT / "examples" / script), *words]
+        program = [str(HERE / "measured.py"), str(measured), str(PROFILED), str(ROOT / "examples" / script), *words]
         command = [sys.executable, *program] if ranks == 1 else started(program, ranks)
         done = subprocess.run(  # its output goes to the part's log as it comes, also of a run that is cut off
             [*command, "--output_dir", str(folder)], cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                              "GPU_CHECK_PROFILE": str(PROFILED if ranks == 1 else 0)},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}")
         self.measured = json.loads(measured.read_text())
         self.steps = read_jsonl(folder / "metrics.jsonl")
-        self.timed = self.steps[: PROFILED - 1] + self.steps[PROFILED:] if ranks == 1 else self.steps
+        self.timed = self.steps[: PROFILED - 1] + self.steps[PROFILED:]
 
     @property
     def peak(self) -> str:
@@ -266,24 +265,24 @@ def _told(run: Run, name: str = "") -> Rows:
 def _speed(run: Run) -> Rows:
     yield from _told(run)
     yield "tokens trained per second of a step", f"{run.median('tokens') / run.median('time_step'):.0f}"
-    yield from _work(run)
+    yield from work(run)
 
 
-def _work(run: Run) -> Rows:
-    """How much of the card the updates used, by what they compute and by the time in which it worked."""
+def work(run: Run, name: str = "") -> Rows:
+    """How much of rank 0's card the updates used, by what they compute and by the time in which it worked."""
     seconds, card = run.median("time_train"), host()["device"]
     flops, again, busy = (run.measured.get(name) for name in ("flops", "again", "busy_seconds"))
     if flops is not None:
-        yield "floating point operations of a step's updates", f"{flops:.3g}, by checkpointing {again:.3g} more"
+        yield f"{name}floating point operations of a step's updates", f"{flops:.3g}, by checkpointing {again:.3g} more"
         tokens = run.measured["computed_tokens"]
         if tokens:
-            yield "tokens of a step, computed and all", f"{tokens:.0f}, {run.median('tokens'):.0f}"
+            yield f"{name}tokens of a step, computed and all", f"{tokens:.0f}, {run.median('tokens'):.0f}"
         peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
         reached = f"{flops / seconds / 1e12:.3g} TFLOPs a second"
         share = f"{flops / seconds / peak:.1%}" if peak else "no card whose peak is known"
-        yield "share of peak FLOPs while training (tokens computed once, with attention)", f"{share}; {reached}"
+        yield f"{name}share of peak FLOPs while training (tokens computed once, with attention)", f"{share}; {reached}"
     told = "no card" if busy is None else f"{busy / seconds:.0%}, {busy:.2f} of {seconds:.2f} s"
-    yield "share of the train phase in which the card worked", told
+    yield f"{name}share of the train phase in which the card worked", told
 
 
 def liger(folder: Path, size: str) -> Rows:
@@ -369,7 +368,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
     run = drawing(folder, size, "flow_grpo")
     yield from _told(run)
     yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
-    yield from _work(run)
+    yield from work(run)
 
 
 def drawing(folder: Path, size: str, name: str, ranks: int = 1) -> Run:
@@ -402,7 +401,7 @@ def reward_fl(folder: Path, size: str) -> Rows:
     run = Run("train_reward_fl.py", folder / "reward_fl", flags)
     yield "seconds a step", f"{run.median('time_step'):.2f}"
     yield "peak memory, and the plan's", run.peak
-    yield from _work(run)
+    yield from work(run)
 
 
 def end_by_signals() -> None:
@@ -417,6 +416,18 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text)
     part.replace(path)
+
+
+def into(page: Path, mark: str, heading: str, text: str) -> None:
+    """Write a text between a page's marks of this name, or behind the page with a heading and new marks."""
+    marks = [f"<!-- {mark}: {end} -->" for end in ("begin", "end")]
+    old = page.read_text(encoding="utf-8")
+    section = f"{marks[0]}\n{text}{marks[1]}"
+    if all(each in old for each in marks):
+        before, after = old.split(marks[0])[0], old.split(marks[1])[1]
+        page.write_text(before + section + after, encoding="utf-8")
+    else:
+        page.write_text(f"{old.rstrip()}\n\n## {heading}\n\n{section}\n", encoding="utf-8")
 
 
 Parts = dict[str, tuple[Callable[[Path, str], Rows], int]]

@@ -160,20 +160,6 @@ def report(name: str, folder: Path, note: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def into(page: Path, name: str, text: str) -> None:
-    """Write a report between a page's marks of this name, or behind the page with new marks."""
-    marks = [f"<!-- to_the_end {name}: {end} -->" for end in ("begin", "end")]
-    old = page.read_text(encoding="utf-8")
-    section = f"{marks[0]}\n{text}{marks[1]}"
-    if all(mark in old for mark in marks):
-        before, after = old.split(marks[0])[0], old.split(marks[1])[1]
-        page.write_text(before + section + after, encoding="utf-8")
-    else:
-        page.write_text(
-            f"{old.rstrip()}\n\n## {name.capitalize()}, to its end on one card\n\n{section}\n", encoding="utf-8"
-        )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=RUNS)
@@ -204,7 +190,8 @@ def main() -> int:
     text = report(arguments.name, folder, note)
     parts.write_whole(folder / "report.md", text)
     if arguments.docs is not None:
-        into(arguments.docs, arguments.name, text)
+        heading = f"{arguments.name.capitalize()}, to its end on one card"
+        parts.into(arguments.docs, f"to_the_end {arguments.name}", heading, text)
     print(text)
     finished = (folder / "run" / "checkpoint-final").is_dir()
     print("done" if finished else f"not at its end (exit code {code}, {folder / 'visits.log'}): call it again")

@@ -108,11 +108,11 @@ def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
     measured = {"flops": 989e12, "again": 3e14, "computed_tokens": 300.0, "busy_seconds": 0.5}
     run = object.__new__(parts.Run)
     run.timed, run.measured = [{}, {"time_train": 2.0, "tokens": 500.0}], measured
-    rows, busy = dict(parts._work(run)), "share of the train phase in which the card worked"
+    rows, busy = dict(parts.work(run)), "share of the train phase in which the card worked"
     assert rows["share of peak FLOPs while training (tokens computed once, with attention)"].startswith("50.0%; 494")
     assert rows[busy] == "25%, 0.50 of 2.00 s" and rows["tokens of a step, computed and all"] == "300, 500"
     run.measured = {"busy_seconds": None}
-    assert dict(parts._work(run)) == {busy: "no card"}
+    assert dict(parts.work(run, "zero_2: ")) == {f"zero_2: {busy}": "no card"}
 
 
 def test_two_ranks_measure_what_they_tell_each_other(tmp_path, monkeypatch):
@@ -121,8 +121,37 @@ def test_two_ranks_measure_what_they_tell_each_other(tmp_path, monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(node.subprocess, "run", on_two_ranks)
-    values = [value for _, value in node.bandwidth(tmp_path, "tiny")]
-    assert len(values) == 2 and all(float(value.removesuffix(" GB/s")) > 0 for value in values)
+    rows = dict(node.bandwidth(tmp_path, "tiny"))
+    assert list(rows) == [f"all-reduce of {mib} MiB inside a host, bus bandwidth" for mib in (1, 4)]
+    assert all(float(value.removesuffix(" GB/s")) > 0 for value in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "groups"),
+    [
+        ([0, 1, 2], {"inside a host": [[0, 1, 2]]}),
+        ([0, 1, 0, 1], {"inside a host": [[0, 1], [2, 3]], "between the first ranks of hosts": [[0, 2]],
+                        "of all ranks": [[0, 1, 2, 3]]}),
+        ([0, 1, 0], {"inside a host": [[0, 1]], "between the first ranks of hosts": [[0, 2]],
+                     "of all ranks": [[0, 1, 2]]}),
+        ([0, 0], {"between the first ranks of hosts": [[0, 1]], "of all ranks": [[0, 1]]}),
+    ],
+)  # fmt: skip
+def test_bandwidth_is_measured_inside_each_host_and_between_hosts_where_there_are_several(local_ranks, groups):
+    assert node.reaches(local_ranks) == groups
+
+
+def test_the_parts_that_compare_with_one_rank_tell_how_much_of_the_card_was_used(tmp_path, monkeypatch):
+    """Runs of several ranks were not profiled, nor long enough for it."""
+
+    def ran(folder, size, name, flags, steps, *others, **more) -> SimpleNamespace:
+        metrics = {"loss": 1.0, "grad_norm": 1.0, "reward_mean": 1.0, "time_step": 1.0}
+        measured = {"busy_seconds": 0.5 if steps >= parts.PROFILED else None}
+        return SimpleNamespace(steps=[metrics], measured=measured, median=lambda name: 1.0, phases=lambda: "")
+
+    monkeypatch.setattr(node, "seeing", ran)
+    rows, busy = dict(node.zero(tmp_path, "tiny")), "share of the train phase in which the card worked"
+    assert rows[f"zero_2: {busy}"] == rows[f"zero_3: {busy}"] == "50%, 0.50 of 1.00 s"
 
 
 def test_a_parts_run_of_several_ranks_is_started_on_this_host_or_by_a_list_of_hosts(monkeypatch):
@@ -154,10 +183,11 @@ if sys.argv[1] == "slow":
 def test_a_part_that_is_cut_off_keeps_its_rows_and_its_runs_end_too(tmp_path, monkeypatch):
     """They would keep the card's memory from the next part. Ranks have sessions of their own."""
     monkeypatch.setattr(check, "HERE", tmp_path)
+    monkeypatch.setattr(parts, "host", lambda: {"device": "some card", "torch": "2"})
     (tmp_path / "parts.py").write_text(CUT_OFF)
     result = check.run_part("slow", tmp_path, "real", 4)
     assert result["rows"] == [["a", "1"]] and "cut off after 4 s" in result["error"]
-    lines = check.table([result], {"device": "some card", "torch": "2"}).splitlines()
+    lines = check.table([result]).splitlines()
     assert lines[0] == "Device: some card. torch 2." and "| slow | a | 1 |" in lines
     check.run_part("quick", tmp_path, "tiny", 60)  # what was tried on tiny shapes is still to be done on a card
     assert check.done_before(tmp_path / "quick.json", "tiny") and not check.done_before(tmp_path / "quick.json", "real")
@@ -218,6 +248,24 @@ def test_a_part_that_one_card_has_done_is_still_to_be_done_by_several_ranks(tmp_
         with pytest.raises(SystemExit, match="False"):
             check.main()
         assert told in capsys.readouterr().out
+
+
+def test_docs_get_the_table_of_the_asked_size_with_the_device_of_each_result(tmp_path, monkeypatch):
+    """Also from a host without a card, which all parts have been brought to."""
+    for name, size, device in (("grpo", "real", "H200"), ("resume", "real", "H100"), ("sleep", "tiny", "cpu")):
+        done = {"part": name, "size": size, "error": None, "rows": [["what", name]], "seconds": 1}
+        (tmp_path / f"{name}.json").write_text(json.dumps(done | {"host": {"device": device, "torch": "2"}}))
+    page, ended = tmp_path / "page.md", []
+    page.write_text("# Page\n")
+    monkeypatch.setattr(parts, "PARTS", dict.fromkeys(("grpo", "resume")))
+    monkeypatch.setattr(parts, "end_by_signals", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--out", str(tmp_path), "--docs", str(page)])
+    monkeypatch.setattr(sys, "exit", ended.append)
+    check.main()
+    check.main()
+    lines = page.read_text().splitlines()
+    assert ended == [False, False] and lines.count("| grpo | what | grpo |") == 1 and "cpu" not in page.read_text()
+    assert lines.index("Device: H200. torch 2.") < lines.index("Device: H100. torch 2.")
 
 
 @pytest.mark.parametrize(("prompts", "ranks", "shared"), [(4, 1, 4), (4, 2, 4), (4, 3, 6), (4, 8, 8)])

@@ -110,3 +110,11 @@ def test_system_packages_are_asked_for_once_and_headers_of_python_for_cuda_alone
     assert not [line for line in set_up(home, "cpu") if "-dev" in line]
     assert [line.split()[-1] for line in set_up(home, "cuda") if "-dev" in line] == ["python3.11-dev"]
     assert not set_up(home, "cuda")
+
+
+def test_the_page_on_gpus_says_which_versions_hosts_with_one_get():
+    pinned = dict(
+        line.split("==") for line in (ROOT / "scripts/requirements/cuda.txt").read_text().split() if "==" in line
+    )
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert f"installs vLLM {pinned['vllm']} and torch {pinned['torch']} on hosts with a GPU" in page

@@ -20,6 +20,7 @@ from lightrft_visual.config.vl import RunConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "gpu"))
 
+import parts  # noqa: E402
 import to_the_end  # noqa: E402
 
 
@@ -89,9 +90,9 @@ def test_a_report_adds_up_visits_and_takes_the_place_of_the_last_one(tmp_path):
     assert "| 0 | 0.250 |\n| 40 | 0.500 |" in text
     page = tmp_path / "page.md"
     page.write_text("# Page\n")
-    to_the_end.into(page, "ocr", "old\n")
+    parts.into(page, "ocr", "Heading", "old\n")
     page.write_text(page.read_text() + "\nlater\n")
-    to_the_end.into(page, "ocr", text)
+    parts.into(page, "ocr", "Heading", text)
     assert "old" not in page.read_text() and page.read_text().count(text) == 1 and "later" in page.read_text()
 
 
