@@ -70,7 +70,7 @@ def done_before(path: Path, size: str) -> bool:
     if not path.is_file():
         return False
     result = json.loads(path.read_text())
-    return result["error"] is None and result["size"] == size
+    return result["error"] is None and result["size"] == size and "host" in result  # of older kits it is not known
 
 
 def table(results: list[dict]) -> str:

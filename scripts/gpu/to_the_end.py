@@ -113,9 +113,8 @@ def ocr(folder: Path, model: str | None, size: str) -> list[str]:
 RUNS = {"counting": (counting, 200), "ocr": (ocr, 300)}
 
 
-def visit(command: list[str], folder: Path, seconds: float) -> tuple[int, float]:
-    """(exit code, seconds) of the run from here to its end, or to the checkpoint that it is asked for in time."""
-    began = time.monotonic()
+def visit(command: list[str], folder: Path, seconds: float) -> int:
+    """The exit code of the run from here to its end, or to the checkpoint that it is asked for in time."""
     with open(folder / "visits.log", "a", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
         try:
@@ -128,7 +127,7 @@ def visit(command: list[str], folder: Path, seconds: float) -> tuple[int, float]
                 code = process.wait(SAVING)
             finally:
                 process.kill()
-    return code, time.monotonic() - began
+    return code
 
 
 def columns(path: Path) -> list[dict[str, str]]:
@@ -179,10 +178,13 @@ def main() -> int:
     words = [*start(folder, arguments.model, arguments.size), "--max_steps", str(steps), *more]
     resumed = ["--resume"] if any((folder / "run").glob("checkpoint-*")) else []
     command = [sys.executable, "-m", "lightrft_visual", *words, "--output_dir", str(folder / "run"), *resumed]
-    code, seconds = visit(command, folder, arguments.minutes * 60 - (time.monotonic() - began))
-    known = folder / "visits.json"
-    visits = [*(json.loads(known.read_text()) if known.is_file() else []), {"seconds": seconds, "code": code}]
-    parts.write_whole(known, json.dumps(visits))
+    known, code, visited = folder / "visits.json", None, time.monotonic()
+    visits = json.loads(known.read_text()) if known.is_file() else []
+    try:
+        code = visit(command, folder, arguments.minutes * 60 - (visited - began))
+    finally:  # a visit that a signal ends has cost its time too
+        visits.append({"seconds": time.monotonic() - visited, "code": code})
+        parts.write_whole(known, json.dumps(visits))
     model = arguments.model or "Random weights: the mechanics alone, nothing is learnt"
     if arguments.size == "tiny":
         model = "The embedded model and its task"
