@@ -185,7 +185,9 @@ def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(se
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --eval_split dev",
+        ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --eval_split dev",  # saves as often
+         ["eval_split dev: read by evaluations, whose prompts --eval_data names, and does nothing here"]),
+        ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --eval_split dev --save_steps 9",
          ["eval_split dev: read by evaluations, whose prompts --eval_data names, and does nothing here",
           "eval_steps 5: read by evaluations, whose prompts --eval_data names, and does nothing here"]),
         ("--pretrain m --prompt_data d.jsonl --eval_steps 5 --eval_data e.jsonl", []),

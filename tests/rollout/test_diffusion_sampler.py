@@ -19,7 +19,7 @@ class Gaussian:
     family = SimpleNamespace(
         prediction="flow",
         default_schedule=lambda num_steps, latent_shape, flow_shift: flow_match_schedule(num_steps, flow_shift or 1.0),
-        flow_shift=lambda latent_shape: 3.0,
+        flow_shift=lambda latent_shape, num_steps: 3.0,
         starting_scale=lambda sigma: 1.0,
     )
 

@@ -115,13 +115,12 @@ def test_samples_of_a_prompt_hold_one_copy_of_their_images_and_text():
     assert torch.equal(stored[0].shared_embeds["source"], known[1]["source"])
 
 
-def test_texts_without_images_and_text_lengths_are_refused():
+def test_texts_without_images_negative_prompts_and_models_that_edit_nothing_are_refused():
     edit, kontext = policy_of("qwen_image_edit"), policy_of("flux_kontext")
     for told, refused in (
         ("at least one beside each text", lambda: edit.encode_prompts(["a red circle"])),
         ("at least one beside each text", lambda: kontext.encode_prompts(["a red circle"])),
         ("reads no negative prompt", lambda: kontext.encode_edits(["red"], [[SQUARE]], "a dog")),
-        ("leave max_sequence_length out", lambda: family_of(edit.family.pipeline, 20)),
         (
             "edits no images",
             lambda: DiffusionPolicy(family_of(tiny_families.flux(), 5)).encode_edits(["a"], [[SQUARE]]),
