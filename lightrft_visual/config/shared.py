@@ -287,6 +287,11 @@ class OutputConfig(Section):
     run_name: str | None = None  # in logs and the report; default: the folder's
 
     @property
+    def resumes(self) -> bool:
+        """Whether a run goes on from a checkpoint."""
+        return self.load_checkpoint or self.resume_from is not None
+
+    @property
     def best(self) -> tuple[str, str] | None:
         """(metric, "max" | "min") of `best_metric`: "eval_reward", "max:eval_reward" or "min:eval_length"."""
         if self.best_metric is None:

@@ -107,7 +107,8 @@ def meet() -> None:
         pause = min(2 * pause, 0.1)
         if (waited := time.monotonic() - began) > due:
             late = ", ".join(str(each) for each in range(world_size()) if not store.check([f"{name}/{each}"]))
-            logger.warning("for %.0f s this rank has waited for rank(s) %s", waited, late)
+            if late:
+                logger.warning("for %.0f s this rank has waited for rank(s) %s", waited, late)
             due += time_limit()
 
 

@@ -91,7 +91,7 @@ def table(results: list[dict]) -> str:
 def told(out: Path, names: Iterable[str], size: str) -> str:
     """The table of the parts that have a result of this size, which also stands in OUT/gpu_check.md."""
     found = [json.loads(path.read_text()) for name in names if (path := out / f"{name}.json").is_file()]
-    text = table([result for result in found if result["size"] == size])
+    text = table([result for result in found if result["size"] == size and "host" in result])
     (out / "gpu_check.md").write_text(text)
     return text
 

@@ -203,11 +203,10 @@ class Planner:
                 return {("train", "micro_train_batch_size"): own}
             sampling = config.sampling
             drawn = ceil(sampling.rollout_batch_size * sampling.n_samples_per_prompt / self.ranks)
-            return {
-                ("sampling", "micro_rollout_batch_size"): drawn,
-                ("train", "micro_train_batch_size"): own,
-                ("train", "steps_per_forward"): trained_steps(config),
-            }
+            rollouts = {} if config.distributed.split else {("sampling", "micro_rollout_batch_size"): drawn}
+            return rollouts | {
+                ("train", "micro_train_batch_size"): own, ("train", "steps_per_forward"): trained_steps(config)
+            }  # fmt: skip
         samples = ceil(config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt / self.ranks)
         return {("rollout", "micro_rollout_batch_size"): samples, ("train", "micro_train_batch_size"): own}
 

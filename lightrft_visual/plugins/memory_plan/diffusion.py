@@ -221,7 +221,10 @@ class DiffusionPlanner:
         unknown = [name for name, each in self.models.items() if each is None]
         unknown += [name for name, each in self.judges.items() if not each.model.numbers]
         trained = self._trained_work()
-        return Plan(about, self.device, self.ranks, self.local, phases, used, trained, tokens, tuple(unknown))
+        return Plan(
+            about, self.device, self.ranks, self.local, phases, used, trained, tokens, tuple(unknown),
+            resumes=self.config.output.resumes,
+        )  # fmt: skip
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
@@ -487,7 +490,8 @@ class DiffusionPlanner:
 
     def _resume(self) -> Phase:
         read = self.zero.read_back(self.model)
-        return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, [*self._always(), read])
+        items = [*self._always(stepped=False), *self.zero.moments("denoisers", self.model), read]
+        return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, items)
 
     def _export(self) -> Phase:
         """Adapters to all ranks' hosts, a denoiser's at once; all weights to rank 0's one by one, where two meet."""

@@ -69,7 +69,8 @@ class Plan:
 
     in_use: settings that are on already, which are not advised. trained: what forward and backward of a step's updates
     compute, of `tokens` tokens, each shared prompt once. unknown: models that are not counted, as their shapes are
-    nowhere to be found. refused: why the run cannot start whatever memory there is, in words; else empty. Limits are
+    nowhere to be found. refused: why the run cannot start whatever memory there is, in words; else empty. resumes:
+    whether it goes on from a checkpoint; else its phase resume is of a later run, and ends none. Limits are
     `device.memory` and the host's memory by rank; on the CPU both are one.
     """
 
@@ -83,6 +84,7 @@ class Plan:
     tokens: float = 0.0
     unknown: tuple[str, ...] = ()
     refused: str = ""
+    resumes: bool = False
 
     def needed(self, phase: Phase) -> list[tuple[str, float, float]]:
         """(where, bytes needed, bytes there are) of a phase."""
@@ -109,7 +111,7 @@ class Plan:
         """(phase, where, bytes too many) of those that do not fit, the worst first."""
         found = [
             (phase, where, needed - limit)
-            for phase in self.phases
+            for phase in self._met()
             for where, needed, limit in self.needed(phase)
             if needed > limit
         ]
@@ -117,7 +119,10 @@ class Plan:
 
     def fullest(self) -> Phase:
         """The phase that holds most on the device."""
-        return max(self.phases, key=lambda phase: phase.total(DEVICE))
+        return max(self._met(), key=lambda phase: phase.total(DEVICE))
+
+    def _met(self) -> list[Phase]:
+        return [phase for phase in self.phases if phase.name != "resume" or self.resumes]
 
     @property
     def seconds(self) -> float:
@@ -126,7 +131,7 @@ class Plan:
 
     def peak(self) -> float:
         """Bytes of the fullest phase on the device; on the CPU with what is there on the host."""
-        return max(self.needed(phase)[0][1] for phase in self.phases)
+        return max(self.needed(phase)[0][1] for phase in self._met())
 
     def verdict(self) -> str:
         """One or two sentences: whether it fits, the largest item, and what would lower it."""

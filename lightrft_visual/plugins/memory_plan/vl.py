@@ -72,7 +72,7 @@ class VLPlanner:
         unknown += [name for name, each in self.judges.items() if not each.model.numbers]
         return Plan(
             about, self.device, self.ranks, self.local, phases, used, trained, self._tokens(), tuple(unknown),
-            self._engine_lacks(),
+            self._engine_lacks(), self.config.output.resumes,
         )  # fmt: skip
 
     # -- what stands there all the time --------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class VLPlanner:
         """Keys and values of one whole sequence, below which an engine does not start."""
         rollout = self.config.rollout
         width = FP8 if rollout.engine_kv_cache_dtype.startswith("fp8") else self.shape.width
-        return self.length * self.shape.cache_bytes(width) / rollout.engine_tp_size
+        return self.length * self.shape.cache_bytes(width, self.length) / rollout.engine_tp_size
 
     def _in_flight(self) -> int:
         """Sequences that the engine works on at once, on one rank's share of it."""
@@ -261,7 +261,7 @@ class VLPlanner:
         if not self.resident and not self.split:
             items += self._lent()
             held = self._cached_tokens(self._in_flight(), self.answer) * (1 + self.guided)
-            items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
+            items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width, self.length),
                               "micro_rollout_batch_size"))  # fmt: skip
             items += self.zero.whole(self.shape.model)
         return Phase.fullest("generate", self._generate_seconds(), self.device.on_cpu, items)
@@ -278,7 +278,7 @@ class VLPlanner:
         rollout, shape, speeds = self.config.rollout, self.shape, self.speeds
         rows, answer, size = self._in_flight(), self.answer, rollout.engine_tp_size
         weights = shape.base * shape.width / size
-        cache = self._cached_tokens(rows, answer / 2) * shape.cache_bytes(shape.width) / size
+        cache = self._cached_tokens(rows, answer / 2) * shape.cache_bytes(shape.width, self.length) / size
         turns = ceil(self.samples / rows)
         seconds = speeds.seconds(shape.reading(self.prompts * rollout.prompt_max_len / size, self.prompts))
         if self.resident and not self.device.on_cpu:
@@ -436,7 +436,8 @@ class VLPlanner:
     def _resume(self) -> Phase:
         """Optimizer states are on the device while the engine sleeps; models are read one after the other."""
         read = max(map(self.zero.read_back, self._trained.values()), key=lambda item: item.bytes)
-        items = [*self._models(), *self._engine(awake=False), read]
+        moments = [item for name, each in self._trained.items() for item in self.zero.moments(name, each)]
+        items = [*self._models(stepped=False), *moments, *self._engine(awake=False), read]
         return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, items)  # for its hashes, and again
 
     def _export(self) -> Phase:

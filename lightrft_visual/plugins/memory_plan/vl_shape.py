@@ -126,13 +126,21 @@ class VLShape:
         """Of an image that the model may answer with; 0 where it draws none."""
         return (self.family.tokens_per_image or 0) if self.family.draws else 0
 
-    def cache_bytes(self, width: int) -> float:
-        """Keys and values of one token, in layers that keep those of all tokens; of MLA what it makes them of."""
+    def cache_bytes(self, width: int, length: int) -> float:
+        """Keys and values of one token: layers with a window keep as many, others with a state none. Of MLA what it
+        makes them of.
+
+        Args:
+            width: bytes of a number.
+            length: tokens of the sequence.
+        """
         text = self.text
         if (rank := getattr(text, "kv_lora_rank", None)) is not None:
             return text.num_hidden_layers * (rank + text.qk_rope_head_dim) * width
         kinds = getattr(text, "layer_types", None) or ["full_attention"]
-        return token_bytes(text, width) * kinds.count("full_attention") / len(kinds)
+        window = min(getattr(text, "sliding_window", None) or length, length) / length
+        kept = {"sliding_attention": window, "linear_attention": 0.0, "conv": 0.0}
+        return token_bytes(text, width) * sum(kept.get(kind, 1.0) for kind in kinds) / len(kinds)
 
     def media_bytes(self) -> tuple[float, float, float]:
         """(vision tokens, patches, bytes of patches) of one prompt at most. A bound of pixels is of an image, or of a

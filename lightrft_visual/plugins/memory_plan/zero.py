@@ -169,6 +169,11 @@ class Zero:
         item = Item(f"{name}: fp32 weights and Adam's moments", self._masters(model) + moments, lower)
         return self._offloaded(item, name, model) if self.config.adam_offload else [item]
 
+    def moments(self, name: str, model: Model) -> list[Item]:
+        """Adam's moments beside `optimizer` before the first step. Args: as of `optimizer`."""
+        item = Item(f"{name}: moments that are read", self._moments(model), "adam_offload, lora_rank, more ranks")
+        return [item.on_host(self.config.adam_offload)]
+
     def _masters(self, model: Model) -> float:
         """Bytes of fp32 weights beside those that compute."""
         return FP32 * model.trained / self.share(1) if self.stage or model.width < FP32 else 0

@@ -71,9 +71,9 @@ def wait_for(ray: Any, actor: Any) -> None:
         try:
             ray.get(actor.__ray_ready__.remote(), timeout=max(1.0, deadline - time.monotonic()))
             return
-        except errors.ActorDiedError:
-            raise
-        except errors.RayError:  # it is being started again
+        except errors.RayError as error:  # it is being started again
+            if isinstance(error, errors.ActorDiedError) and not error.preempted:
+                raise
             if time.monotonic() > deadline:
                 ray.kill(actor, no_restart=True)
                 raise
@@ -86,21 +86,25 @@ def built_again() -> Iterator[None]:
     Ray tries once more, up to TRIES times in a row; what is raised ends the actor for good, and is told to who waits.
     """
     import ray
-    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # a new process knows nothing else
+    from ray.experimental import internal_kv  # a new process knows nothing else
 
     context = ray.get_runtime_context()
     failures = f"{NAMESPACE}/failures/{context.get_actor_id()}"
     try:
         yield
-        _internal_kv_put(failures, "0")
     except Exception:
-        failed = int(_internal_kv_get(failures) or 0) + 1
-        if not context.was_current_actor_reconstructed or failed == TRIES:
+        if not context.was_current_actor_reconstructed:
             raise
-        _internal_kv_put(failures, str(failed))
+        failed = int(internal_kv._internal_kv_get(failures) or 0) + 1
+        if failed == TRIES:
+            raise
+        internal_kv._internal_kv_put(failures, str(failed))
         traceback.print_exc()
         time.sleep(RETRY_SECONDS)
         os._exit(1)
+    else:
+        if context.was_current_actor_reconstructed:
+            internal_kv._internal_kv_del(failures)
 
 
 def raised_there(error: Any) -> Exception:

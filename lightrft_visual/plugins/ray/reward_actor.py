@@ -1,5 +1,6 @@
 """What runs in a Ray actor of rewards: a scorer, or a reward model. It imports little, as each actor waits for it."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,10 +39,14 @@ def build_model(name: str, path: str) -> Source:
 
 
 class RewardActor:
-    """One source. threads: of its operations, as many as the trainer's, so that both add in the same order."""
+    """One source. threads: of its operations, as many as the trainer's, so that both add in the same order. variables:
+    with the tokens that it sends, which Ray would log if they were of its environment."""
 
-    def __init__(self, build: Callable[..., Source], arguments: tuple, threads: int) -> None:
+    def __init__(
+        self, build: Callable[..., Source], arguments: tuple, threads: int, variables: Mapping[str, str]
+    ) -> None:
         torch.set_num_threads(threads)
+        os.environ.update(variables)
         with built_again():
             self._source = build(*arguments)
 

@@ -87,10 +87,8 @@ class ActorPool(PendingSource):
             usual["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 self._ray.get_runtime_context().get_node_id(), soft=False
             )
-        each = [usual | dict(own) for own in options]
-        for own in each:
-            own["runtime_env"]["env_vars"].update(self._variables)
-        actors = named_actors(self._ray, RewardActor, "reward", each, build, arguments, torch.get_num_threads())
+        each, given = [usual | dict(own) for own in options], (arguments, torch.get_num_threads(), self._variables)
+        actors = named_actors(self._ray, RewardActor, "reward", each, build, *given)
         try:  # starting, with its imports and checkpoints, does not count against a call
             self._ray.get([actor.__ray_ready__.remote() for actor in actors.values()], timeout=start_seconds())
         except self._ray.exceptions.RayError as error:
@@ -160,8 +158,9 @@ class RaySource(ActorPool):
         else:
             target, settings = check_scorer(key, settings or {})
             if given := of_run(target, config):  # its own requests have the run's deadline, of which it tells
-                settings, pool = given | settings, pool | {"timeout": 2 * config.reward_timeout}
-        tokens = (config or RewardConfig()).reward_token_env, (settings or {}).get("token_env")
+                longest = max(config.reward_timeout, settings.get("timeout") or 0.0)
+                settings, pool = given | settings, pool | {"timeout": 2 * longest}
+        tokens = {(config or RewardConfig()).reward_token_env, *_tokens(settings or {})}
         variables = {name: os.environ[name] for name in tokens if name and name in os.environ}
         module = sys.modules.get(getattr(target, "__module__", ""))
         if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
@@ -170,6 +169,12 @@ class RaySource(ActorPool):
         model = inspect.isclass(target) and "offload" in inspect.signature(target).parameters
         arguments = name, target, dict(settings or {}), form, lenient
         super().__init__(name, build_source, arguments, model=model, variables=variables, **pool)
+
+
+def _tokens(settings: Mapping[str, Any]) -> set[str]:
+    """The variables that hold a scorer's tokens, and those of scorers that are part of it."""
+    own = {settings["token_env"]} if isinstance(settings.get("token_env"), str) else set()
+    return own.union(*(_tokens(each) for each in settings.values() if isinstance(each, Mapping)))
 
 
 class RayRewardModel(ActorPool):

@@ -56,7 +56,8 @@ def test_a_host_that_is_too_small_is_told_with_what_helps(settings, phase, helps
     of_run = planner(settings)
     asked = (of_run._resume(), of_run._export())[phase]
     small = replace(CARD, host=asked.total(HOST) - GIB)
-    told = Plan("", small, 8, 8, (asked,)).verdict()
+    assert Plan("", small, 8, 8, (of_run._load(), asked)).fits == (asked.name == "resume")  # of a later run
+    told = Plan("", small, 8, 8, (asked,), resumes=True).verdict()
     assert f"phase {asked.name} wants 1.0 GiB more host memory" in told
     assert helps in told
 

@@ -8,7 +8,7 @@ import tiny_families
 import torch
 from shipped import EXPERIMENTS, parsed
 from stock_families import PLAIN, STOCK
-from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen2Config
+from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen2Config, Qwen3_5TextConfig
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
@@ -596,12 +596,13 @@ def test_sizes_of_a_model_that_is_not_planned_are_checked_before_it_is_loaded(si
         assert pipeline_policy(config) is None
 
 
-def test_the_cache_of_an_engine_is_of_the_layers_that_keep_all_tokens() -> None:
+def test_the_cache_of_an_engine_is_of_what_each_kind_of_layer_keeps() -> None:
     for text, wanted in (
         (Qwen2Config(), 2 * 32 * 32 * 128 * 2),
-        (Gemma3TextConfig(), 2 * 4 * 4 * 256 * 2),  # of 26 layers the others keep a window
+        (Gemma3TextConfig(), 2 * (4 + 22 / 2) * 4 * 256 * 2),  # of 26 layers 22 keep a window of 4,096
+        (Qwen3_5TextConfig(), 2 * 8 * 4 * 256 * 2),  # of 32 layers 24 keep a state
         (DeepseekV3Config(), 61 * (512 + 64) * 2),
     ):
         shape = VLShape.__new__(VLShape)
         shape.text = text
-        assert shape.cache_bytes(2) == wanted, text.model_type
+        assert shape.cache_bytes(2, 8192) == wanted, text.model_type

@@ -228,7 +228,8 @@ def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[
         visible: what the launcher left visible; the first of them are the trainer's, or the one of LOCAL_RANK.
         ranks: of the trainer, one a device.
     """
-    first = int(os.environ.get("LOCAL_RANK") or 0) if ranks == 1 else 0  # a program may have chosen its device
+    chosen = int(os.environ.get("LOCAL_RANK") or 0)  # by a program that is its one rank
+    first = chosen if ranks == 1 < len(visible) else 0
     trainer, rewards = visible[first : first + ranks], resources.reward_devices or []
     known = resources.visible_devices or visible
     left = resources.rollout_devices or [device for device in known if device not in (*trainer, *rewards)]

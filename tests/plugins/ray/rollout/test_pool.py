@@ -356,7 +356,7 @@ def test_a_worker_is_not_called_once_the_run_has_left_ray():
 
 
 class ActorEnded(Exception):
-    pass
+    preempted = False
 
 
 def test_a_worker_that_cannot_be_built_again_is_not_waited_for():
@@ -366,6 +366,16 @@ def test_a_worker_that_cannot_be_built_again_is_not_waited_for():
     ray.get = lambda task, timeout: failing(ActorEnded("ray::Actor\n  File a line\nValueError: no room"))()
     with pytest.raises(RolloutError, match="it does not start again: ValueError: no room$"):
         RayWorker(ray, actor, "a", timeout=1.0).wait_until_back()
+    moves = ActorEnded()
+    moves.preempted, ended = True, iter([moves, None])  # it starts elsewhere
+
+    def get(task, timeout):
+        if (error := next(ended)) is not None:
+            raise error
+
+    ray.get = get
+    RayWorker(ray, actor, "a", timeout=1.0).wait_until_back()
+    assert next(ended, "asked twice") == "asked twice"
 
 
 def test_the_traceback_of_a_worker_is_a_note_of_what_is_raised():
