@@ -84,7 +84,8 @@ def planned(name: str, folder: Path) -> tuple[str, float]:
     text = shown.getvalue()
     lines = [line for line in text.splitlines() if "fit" in line or "rror" in line or "no plan" in line]
     steps, phases = int(words[words.index("--max_steps") + 1]), re.findall(PHASE, text, re.M)
-    seconds = sum(float(took) * (1 if phase == "load" else steps) for phase, took in phases)
+    times = {"load": 1, "resume": int("--resume_from" in words), "export": 1}  # others are of a step
+    seconds = sum(float(took) * times.get(phase, steps) for phase, took in phases)
     return f"{code}: {lines[-1] if lines else text[-500:]}", seconds
 
 

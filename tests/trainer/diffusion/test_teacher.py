@@ -10,6 +10,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion import policy as policy_module
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.trainer.diffusion import build
 from lightrft_visual.trainer.diffusion.build import load_teacher
@@ -49,14 +50,24 @@ def test_load_teacher_lora_weights_of_a_run_joined_with_the_model_of_the_run(bas
     assert not any(weight.requires_grad for weight in teacher.parameters())
 
 
-def test_load_teacher_is_fetched_by_all_hosts_before_any_rank_loads_it(base, monkeypatch):
+def test_load_teacher_ranks_meet_behind_what_their_hosts_fetch(base, monkeypatch):
     told = []
-    for owner, name in ((build, "fetch_model"), (build.collectives, "meet")):
-        monkeypatch.setattr(owner, name, lambda *given, name=name: told.append(name))
+    monkeypatch.setattr(build.collectives, "meet", lambda: told.append("meet"))
     monkeypatch.setattr(build.DiffusionPolicy, "from_pretrained", lambda *given, **named: told.append("loads"))
     with pytest.raises(AttributeError):  # it has not loaded
         teacher_of(base, base, None)
-    assert told == ["fetch_model", "meet", "loads"]
+    assert told == ["loads", "meet"]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_policy_of_divided_weights_meets_between_fetching_and_loading(base, monkeypatch, divided):
+    told = []
+    monkeypatch.setattr(policy_module, "fetch_model", lambda path: told.append("fetch"))
+    monkeypatch.setattr(policy_module.collectives, "meet", lambda: told.append("meet"))
+    monkeypatch.setattr(policy_module, "pipeline_class", lambda path: told.append("loads") or "none")
+    with pytest.raises(ConfigError):
+        DiffusionPolicy.from_pretrained(str(base), divide=(lambda weights: None) if divided else None)
+    assert told == ["fetch", *["meet"] * divided, "loads"]
 
 
 def test_load_teacher_of_another_model_or_family_refused_by_folder_or_names(base, tmp_path):
