@@ -172,7 +172,7 @@ def refused_resume(config: Any) -> list[str]:
     """A line where there is no checkpoint to resume from, or where the newest one, by its manifest, has an optimizer
     that this run cannot read. Its files are looked at later."""
     output = config.output
-    named = output.resume_from or ("auto" if output.load_checkpoint else None)
+    named = output.resumes_from
     root = Path((output.ckpt_path or output.output_dir) if named == "auto" else named or os.devnull)
     if named == "auto" and not any(root.glob("*checkpoint-*")):
         return [f"--resume: no complete checkpoint in {root} (a run saves some with save_steps)"]

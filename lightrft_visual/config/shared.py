@@ -287,9 +287,9 @@ class OutputConfig(Section):
     run_name: str | None = None  # in logs and the report; default: the folder's
 
     @property
-    def resumes(self) -> bool:
-        """Whether a run goes on from a checkpoint."""
-        return self.load_checkpoint or self.resume_from is not None
+    def resumes_from(self) -> str | None:
+        """What a run goes on from: a checkpoint, a run's folder or auto; None for a fresh start."""
+        return "auto" if self.resume_from is None and self.load_checkpoint else self.resume_from
 
     @property
     def best(self) -> tuple[str, str] | None:

@@ -41,9 +41,8 @@ def check_output(output: OutputConfig) -> Path | None:
         on_rank_0("checking save_path", CheckpointManager(final.parent).check_writable)
     if output.ckpt_path is not None:
         on_rank_0("checking ckpt_path", CheckpointManager(output.ckpt_path).check_writable)
-    source = "auto" if output.load_checkpoint and output.resume_from is None else output.resume_from
-    if source is not None:
-        return resolve_resume(source, output.ckpt_path or output.output_dir)
+    if output.resumes_from is not None:
+        return resolve_resume(output.resumes_from, output.ckpt_path or output.output_dir)
     return None
 
 

@@ -223,7 +223,7 @@ class DiffusionPlanner:
         trained = self._trained_work()
         return Plan(
             about, self.device, self.ranks, self.local, phases, used, trained, tokens, tuple(unknown),
-            resumes=self.config.output.resumes,
+            resumes=self.config.output.resumes_from is not None,
         )  # fmt: skip
 
     # -- what stands there all the time --------------------------------------------------------------------------

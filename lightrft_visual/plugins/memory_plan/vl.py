@@ -72,7 +72,7 @@ class VLPlanner:
         unknown += [name for name, each in self.judges.items() if not each.model.numbers]
         return Plan(
             about, self.device, self.ranks, self.local, phases, used, trained, self._tokens(), tuple(unknown),
-            self._engine_lacks(), self.config.output.resumes,
+            self._engine_lacks(), self.config.output.resumes_from is not None,
         )  # fmt: skip
 
     # -- what stands there all the time --------------------------------------------------------------------------
