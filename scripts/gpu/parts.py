@@ -371,7 +371,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
     yield from work(run)
 
 
-def drawing(folder: Path, size: str, name: str, ranks: int = 1) -> Run:
+def drawing(folder: Path, size: str, name: str, ranks: int = 1, more: str = "") -> Run:
     """Three steps of 4 images for each of 4 prompts, or more for the ranks to share, on random weights."""
     real, prompts = size == "real", shared(4, ranks)
     model = shapes.stable_diffusion_3(folder / "models" / f"sd3_{size}", size)
@@ -381,9 +381,31 @@ def drawing(folder: Path, size: str, name: str, ranks: int = 1) -> Run:
         f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, max(16, prompts))} "
         f"--height {side} --width {side} --reward_fn {folder / 'reward.py'}:bright --num_steps {10 if real else 3} "
         f"--rollout_batch_size {prompts} --train_batch_size {4 * prompts} --micro_rollout_batch_size 16 "
-        f"--micro_train_batch_size 4 {precision} --max_steps 3 --gradient_checkpointing {'auto' if real else 'false'}"
+        f"--micro_train_batch_size 4 {precision} --max_steps 3 --gradient_checkpointing {'auto' if real else 'false'} "
+        f"{more}"
     )
     return Run("train_flow_grpo.py", folder / name, flags, ranks)
+
+
+def sampling_graphs(folder: Path, size: str) -> Rows:
+    """Flow-GRPO with CUDA graphs of its rollouts and without, two samples a forward: rewards, gradients, times."""
+    from lightrft_visual.errors import ConfigError
+    from lightrft_visual.models.diffusion.forward_graphs import check_graphs
+
+    try:
+        check_graphs()
+    except ConfigError as error:
+        yield "skipped", str(error)
+        return
+    few = "--micro_rollout_batch_size 2 --rollout_graph_gib 0"
+    for name, extra in (("plain", ""), ("graphs", " --sampling_graphs true")):
+        run = drawing(folder, size, f"sampling_{name}", more=few + extra)
+        yield (
+            f"{name}: reward, norm of the first gradient",
+            f"{run.steps[0]['reward']:.5g}, {run.steps[0]['grad_norm']:.4g}",
+        )
+        yield f"{name}: generate phase", f"{run.median('time_generate'):.2f} s"
+        yield f"{name}: peak memory, and the plan's", run.peak
 
 
 def reward_fl(folder: Path, size: str) -> Rows:
@@ -448,6 +470,7 @@ BY_NAME: Parts = {
     "engines_sglang": (engines_sglang, 280),
     "liger": (liger, 200),
     "routing": (routing, 120),
+    "sampling_graphs": (sampling_graphs, 150),
 }
 LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 

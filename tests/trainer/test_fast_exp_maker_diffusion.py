@@ -31,7 +31,7 @@ def engine() -> DiffusersEngine:
     policy = DiffusionPolicy(family_of(pipeline, TEXT_LENGTH), LoraSettings(2, 4))
     pictures = DiffusionSamplingConfig(height=32, width=32, guidance_scale=1.0, micro_rollout_batch_size=3)
     sampler = DiffusionSampler(SamplingConfig(3, trajectory="sde"), NoiseConfig(0.7))
-    return DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy), sampler, pictures, 42), 4)
+    return DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy, False), sampler, pictures, 42), 4)
 
 
 def redness(images, references, labels):

@@ -247,6 +247,8 @@ class DiffusionPlanner:
             items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
         if config.output.async_save and stepped:
             items += self.zero.saved("denoisers", self.model)
+        if config.sampling.sampling_graphs and stepped:
+            items.append(self._step("graph of a denoising step"))
         copy = FP32 * self.model.trained / share
         if config.train.enable_ema:
             items.append(Item("average of the weights (EMA), fp32", copy, "lora_rank, enable_ema false"))
@@ -306,18 +308,21 @@ class DiffusionPlanner:
         """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains. Where
         rollout workers draw, this is the trainer's evaluation, in micro-batches of as many."""
         always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
-        step = self.computed.denoised(self.drawn, self.config.sampling.guidance_scale, backward=False).peak
-        step += self.drawn * self.computed.condition_bytes()[0]
-        forward = Item("a denoising step", step, "micro_rollout_batch_size")
+        forward = [] if self.config.sampling.sampling_graphs else [self._step("a denoising step")]
         decoding = self._decoded(self.drawn, backward=False).peak
         decoded = Item("decoding", decoding, "vae_tiling, micro_rollout_batch_size")
         moments = [
             [*self._always(ENCODERS), *self._drawn(), self._encoding()],
-            [*always, *drawn, *lent, forward, *self.zero.gathered(self.model)],
+            [*always, *drawn, *lent, *forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, *lent, decoded],
         ]
         seconds = 0.0 if self.rewarded else self._generate_seconds()
         return Phase.fullest("generate", seconds, self.device.on_cpu, *moments)
+
+    def _step(self, name: str) -> Item:
+        """What a forward of the sampler takes."""
+        size = self.computed.denoised(self.drawn, self.config.sampling.guidance_scale, backward=False).peak
+        return Item(name, size + self.drawn * self.computed.condition_bytes()[0], "micro_rollout_batch_size")
 
     def _generate_seconds(self) -> float:
         """Texts, all denoising steps, and the decoder over this rank's samples."""

@@ -24,6 +24,7 @@ from ...data.drawing_prompts import DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import ONE_NETWORK, DiffusionFamily, join_lora
+from ...models.diffusion.forward_graphs import check_graphs
 from ...models.diffusion.opening import adapter_of, named_family, pipeline_class
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import WeightCopy
@@ -64,6 +65,8 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
     say_idle(config)
+    if config.sampling.sampling_graphs:
+        check_graphs()
     _check_ranks(config)
     with folders_held(config.output) as locks:
         return _built(config, strategy, trained_on, locks, callbacks)
@@ -106,7 +109,8 @@ def _built(
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
     teacher = load_teacher(config, strategy, policy)
-    model, sampler = TrainedVelocity(engine, policy), DiffusionSampler(rollout_sampling(config), rollout_noise(config))
+    model = TrainedVelocity(engine, policy, config.sampling.sampling_graphs)
+    sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
     sampling = DiffusionSampling(model, sampler, config.sampling, config.train.seed)
     drawing = _engine(config, sampling, old)
     maker: DiffusionExperienceMaker | PairExperience

@@ -16,6 +16,7 @@ from ...config.placement import GIB
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch, KeptSteps, SamplingResult
 from ...experience.types import ExperienceDiffusion
 from ...experience.vision import Conditions, stacked
+from ...models.diffusion.forward_graphs import on_graphs
 from ...models.diffusion.policy import DiffusionPolicy
 from ...rollout.diffusion_sampler import DiffusionSampler, draw_noise, sample_generators, window_start
 from ...runtime import collectives
@@ -136,10 +137,14 @@ class DrawingBatch:
 
 
 class TrainedVelocity:
-    """What the sampler asks of a model, answered through the training engine, so that ZeRO's hooks run."""
+    """What the sampler asks of a model, answered through the training engine, so that ZeRO's hooks run.
 
-    def __init__(self, engine: Callable[..., T], policy: DiffusionPolicy):
-        self.policy, self.family, self.velocity = policy, policy.family, engine
+    graphs: setting `sampling_graphs`.
+    """
+
+    def __init__(self, engine: Callable[..., T], policy: DiffusionPolicy, graphs: bool):
+        self.policy, self.family = policy, policy.family
+        self.velocity = on_graphs(engine, policy) if graphs else engine
 
 
 @dataclass

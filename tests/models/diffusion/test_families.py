@@ -9,6 +9,7 @@ import tiny_families
 import torch
 from equality import with_adapters
 from PIL import Image
+from recorded_graphs import Recording
 from tiny_families import after_a_step, pipeline_of
 from watched import Operations
 
@@ -20,6 +21,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.experience.vision import separate, stacked
+from lightrft_visual.models.diffusion import forward_graphs
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import by_kind, join_lora, pack
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
@@ -27,6 +29,7 @@ from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
 from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
 from lightrft_visual.models.diffusion.families.qwen_image_edit import QwenImageEdit
 from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
+from lightrft_visual.models.diffusion.forward_graphs import on_graphs
 from lightrft_visual.models.diffusion.opening import adapter_of, family_of
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, repeated_blocks
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
@@ -166,6 +169,23 @@ def test_attention_that_is_kept_does_not_run_in_backward_and_changes_nothing(nam
         assert calls.attentions == before > 0
         found.append((velocity.detach(), [weight.grad for weight in policy.trainable_parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recorded_forward_gives_the_velocities_of_other_latents_and_times(name, monkeypatch):
+    device = Recording()
+    monkeypatch.setattr(forward_graphs, "get_accelerator", lambda: device)
+    policy, (size, guidance) = with_adapters(policy_of(name)), CASES[name]
+    conditions, found = conditions_of(policy, name), []
+    shape, times = (2, *policy.latent_shape(*size)), torch.tensor([[950.0, 300.0], [900.0, 100.0]])
+    inputs = [(torch.randn(shape), at) for at in times]
+    told = pytest.raises(ConfigError, match="cannot be recorded, leave it out")
+    with torch.no_grad(), nullcontext() if policy.family.takes_graphs else told:
+        for velocity in (policy, on_graphs(policy, policy)):
+            found.append([velocity(*each, conditions, guidance) for each in inputs])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+        assert sum(graph.replays - 1 for graph in device.graphs) >= 2 * len(device.graphs)  # all but what is compared
+    assert device.graphs
 
 
 # Those that others of a part more show: one expert, one source image, flux2 with another reader of texts.

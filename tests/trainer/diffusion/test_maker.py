@@ -85,7 +85,7 @@ class Step(DiffusionTrainer):
         )
         size = DiffusionSamplingConfig(height=32, width=32, guidance_scale=1.0, micro_rollout_batch_size=4)
         sampler = DiffusionSampler(SamplingConfig(3, trajectory="sde"), NoiseConfig())
-        drawing = DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy), sampler, size, 42), SAMPLES)
+        drawing = DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy, False), sampler, size, 42), SAMPLES)
         rewards = RewardComputationEngine(custom_reward_func=lambda ids: [float(index == 0) for index in ids])
         graphs = RolloutGraphs(list(policy.parameters()), GIB, 1.0)
         self.maker = DiffusionExperienceMaker(drawing, rewards, DiffusionAlgorithmConfig(), hooks=hooks, graphs=graphs)

@@ -32,6 +32,7 @@ class HunyuanVideo15(DiffusionFamily):
     evenly_spaced = True
     plays_at = 24.0
     names_sigmas = True
+    takes_graphs = False
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
