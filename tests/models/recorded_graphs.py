@@ -53,11 +53,11 @@ class Recording:
         return "cpu"
 
     def create_graph(self):
-        self.graphs.append(Graph())
-        return self.graphs[-1]
+        return Graph()
 
     @contextmanager
     def capture_to_graph(self, graph, pool=None):
+        self.graphs.append(graph)
         self.pools.append(pool)
         with graph:
             yield

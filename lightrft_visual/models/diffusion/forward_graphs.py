@@ -36,7 +36,9 @@ def check_graphs() -> None:
 
 
 def on_graphs(velocity: Callable[..., T], policy: DiffusionPolicy) -> Callable[..., T]:
-    """`velocity`, with the denoisers' forwards by graphs where no gradient is recorded; others stay as they are."""
+    """`velocity`, with the denoisers' forwards by graphs where no gradient is recorded; others stay as they are. Raises
+    ConfigError as `check_graphs`."""
+    check_graphs()
     replayed = [ForwardGraphs(denoiser) for denoiser in policy.denoisers.values()]
 
     def call(*args: Any, **kwargs: Any) -> T:
