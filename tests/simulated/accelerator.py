@@ -9,11 +9,12 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from .device import NAME, load
+from .recorded_graphs import Recorder
 
 BACKEND = "simccl"
 
 
-class SimAccelerator(CPU_Accelerator):
+class SimAccelerator(Recorder, CPU_Accelerator):
     """One simulated device a process. Streams and events do nothing, as every operation is over when it returns."""
 
     def __init__(self) -> None:

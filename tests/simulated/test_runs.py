@@ -4,6 +4,7 @@ Vision-language runs generate by the trainer's own model, diffusion runs by diff
 """
 
 import json
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 
@@ -45,7 +46,10 @@ PPO = (
     "--zero_stage 3 --offload_trainer true --advantage_estimator gae --init_kl_coef 0.05 --enable_ema true "
     "--reward_running_norm true --save_steps 1 --max_steps"
 )
-FLOW_GRPO = "--beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true --save_steps 1 --max_steps"
+ONLY_THERE = ("--offload_trainer true", "--offload_reference true", "--sampling_graphs true")
+FLOW_GRPO = (
+    "--sampling_graphs true --beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true --save_steps 1 --max_steps"
+)
 REWARD_FL = (
     "--diffusion_algorithm reward_fl --differentiable_reward shape_match --zero_stage 0 --mid_timestep 1 "
     "--final_timestep 2 --warmup_steps 0"
@@ -153,7 +157,7 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
     for name in names:
         flags = (seeing | DRAWING | COUNTED_DRAWING | COUNTED_REWARD | COUPLED | EXPERTS)[name]
         if device == "cpu":
-            flags = flags.replace("--offload_trainer true", "").replace("--offload_reference true", "")
+            flags = reduce(lambda left, flag: left.replace(flag, ""), ONLY_THERE, flags)
         words = flags.format(**given).split()
         copies = [word for word in words if word.startswith("copy:")]
         first = SMALL.split() if name in seeing else ["diffusion", *DRAW.split(), *given["drawing"].split()]

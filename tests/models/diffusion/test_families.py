@@ -9,7 +9,7 @@ import tiny_families
 import torch
 from equality import with_adapters
 from PIL import Image
-from recorded_graphs import Recording
+from simulated.recorded_graphs import Recording
 from tiny_families import after_a_step, pipeline_of
 from watched import Operations
 

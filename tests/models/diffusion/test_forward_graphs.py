@@ -3,13 +3,14 @@
 import pytest
 import torch
 from equality import with_adapters
-from recorded_graphs import Recording
+from simulated.recorded_graphs import Recording
 from tiny_families import sd3_policy
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion import forward_graphs
 from lightrft_visual.models.diffusion.forward_graphs import ForwardGraphs, check_graphs, on_graphs
 from lightrft_visual.models.diffusion.policy import LoraSettings
+from lightrft_visual.trainer.diffusion.stages import TrainedVelocity
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_replays_give_the_velocities_of_new_inputs_and_of_weights_as_they_are(de
 
 def test_forwards_with_gradients_and_of_the_reference_use_no_graph(device):
     policy = with_adapters(sd3_policy(LoraSettings(2, 4)))
-    velocity, inputs = on_graphs(policy, policy), asked(policy, 2)
+    velocity, inputs = TrainedVelocity(policy, policy, graphs=True).velocity, asked(policy, 2)
     trained = velocity(*inputs)
     torch.autograd.grad(trained.square().sum(), policy.trainable_parameters())
     assert not device.graphs

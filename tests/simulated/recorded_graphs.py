@@ -45,12 +45,12 @@ class Graph(TorchDispatchMode):
                     own.copy_(new)
 
 
-class Recording:
-    def __init__(self):
-        self.graphs, self.pools = [], []
+class Recorder:
+    """What DeepSpeed's accelerators have for graphs. graphs, pools: of all that were recorded."""
 
-    def device_name(self):
-        return "cpu"
+    def __init__(self):
+        super().__init__()
+        self.graphs, self.pools = [], []
 
     def create_graph(self):
         return Graph()
@@ -65,3 +65,10 @@ class Recording:
 
     def replay_graph(self, graph):
         graph.replay()
+
+
+class Recording(Recorder):
+    """A host that records them."""
+
+    def device_name(self):
+        return "cpu"
