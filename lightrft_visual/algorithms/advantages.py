@@ -242,7 +242,8 @@ class AdvantageCalculator:
     def _shape(self, rewards: T, valid: T, experiences: list, max_new_tokens: int, notes: dict[str, T]) -> T:
         config = self.config
         if config.overlong_buffer:
-            lengths = [each.action_mask.sum(dim=1).masked_fill(_drawn(each), 0) for each in experiences]  # no image's
+            until_last = (each.action_mask.flip(1).cumsum(dim=1).bool().sum(dim=1) for each in experiences)
+            lengths = [own.masked_fill(_drawn(each), 0) for own, each in zip(until_last, experiences)]  # no image's
             limits = max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
             penalty = overlong_penalty(torch.cat([rewards[:0], *lengths]), *limits)
             notes["overlong_penalty"] = penalty
