@@ -9,7 +9,7 @@ false have no usable reward: they stay out of every statistic and get advantage 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -522,7 +522,7 @@ def finished_gae(
     """
     advantages, returns = get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
     whole = SimpleNamespace(advantages=advantages, action_mask=action_mask, valid=None, info={})
-    finish_advantages([whole], replace(config, teacher_coef=0.0))  # a teacher has no part in values
+    finish_advantages([whole], config.changed(teacher_coef=0.0))  # a teacher has no part in values
     lengths = action_mask.sum(dim=1)
     clipped = (whole.info["advantage_clip_frac"] * lengths).sum() if config.advantage_clip > 0 else 0.0
     return whole.advantages, returns, float(clipped / lengths.sum().clamp(min=1))
