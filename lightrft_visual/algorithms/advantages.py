@@ -473,8 +473,7 @@ def assign_advantages(
         token_rewards = compute_reward(final, 0.0, None, experience.action_mask)
         if not calculator.grouped:
             token_rewards = rewards_at_turns(experience, token_rewards)
-        if kl is not None and kl_coef != 0:
-            token_rewards = token_rewards - torch.where(experience.action_mask.bool(), kl_coef * kl.float(), 0.0)
+        token_rewards = token_rewards + compute_reward(torch.zeros_like(final), kl_coef, kl, experience.action_mask)
         match calculator.compute(experience, token_rewards, gamma, generate_kwargs):
             case (advantages, returns, Mapping() as info):
                 experience.advantages, experience.returns = advantages, returns
