@@ -49,13 +49,12 @@ class SelectiveReplay(StepHook):
     `replayed_share` and `replayed_age` say with how much, and how old it is.
 
     capacity: samples of each part of the loss, such as answers and drawn images, kept over all ranks, the oldest
-    dropped first. They are drawn in proportion to |advantage|, none twice in a step. seed: of the run. mask_truncated:
-    the loss masks samples that were cut off.
+    dropped first. They are drawn in proportion to |advantage|, none twice in a step. seed: of the run.
     """
 
     capacity: int
     seed: int
-    mask_truncated: bool = False
+    mask_truncated: bool = False  # the loss masks samples that were cut off
     kept: list[AnyItem] = field(default_factory=list)
     found: dict[str, float] = field(default_factory=dict)
     name = "replay"
@@ -165,10 +164,8 @@ def teaches(item: AnyItem, mask_truncated: bool) -> bool:
     """Whether a sample is better or worse than its group, and no cut off one that the loss masks. Its tokens may have
     advantages all the same, of a KL in the reward, of whitening or of a teacher."""
     info = item.info or {}
-    if mask_truncated and bool(info["truncated"]):
-        return False
-    compared = info.get("group_advantage")
-    return advantage_size(item) > 0 and (compared is None or bool(compared != 0))
+    masked, compared = mask_truncated and bool(info["truncated"]), info.get("group_advantage")
+    return not masked and advantage_size(item) > 0 and (compared is None or bool(compared != 0))
 
 
 def advantage_size(item: AnyItem) -> float:
