@@ -9,7 +9,7 @@ false have no usable reward: they stay out of every statistic and get advantage 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,7 +242,8 @@ class AdvantageCalculator:
     def _shape(self, rewards: T, valid: T, experiences: list, max_new_tokens: int, notes: dict[str, T]) -> T:
         config = self.config
         if config.overlong_buffer:
-            lengths = [each.action_mask.sum(dim=1).masked_fill(_drawn(each), 0) for each in experiences]  # no image's
+            until_last = (each.action_mask.flip(1).cumsum(dim=1).bool().sum(dim=1) for each in experiences)
+            lengths = [own.masked_fill(_drawn(each), 0) for own, each in zip(until_last, experiences)]  # no image's
             limits = max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
             penalty = overlong_penalty(torch.cat([rewards[:0], *lengths]), *limits)
             notes["overlong_penalty"] = penalty
@@ -472,8 +473,7 @@ def assign_advantages(
         token_rewards = compute_reward(final, 0.0, None, experience.action_mask)
         if not calculator.grouped:
             token_rewards = rewards_at_turns(experience, token_rewards)
-        if kl is not None and kl_coef != 0:
-            token_rewards = token_rewards - torch.where(experience.action_mask.bool(), kl_coef * kl.float(), 0.0)
+        token_rewards = token_rewards + compute_reward(torch.zeros_like(final), kl_coef, kl, experience.action_mask)
         match calculator.compute(experience, token_rewards, gamma, generate_kwargs):
             case (advantages, returns, Mapping() as info):
                 experience.advantages, experience.returns = advantages, returns
@@ -521,7 +521,7 @@ def finished_gae(
     """
     advantages, returns = get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
     whole = SimpleNamespace(advantages=advantages, action_mask=action_mask, valid=None, info={})
-    finish_advantages([whole], replace(config, teacher_coef=0.0))  # a teacher has no part in values
+    finish_advantages([whole], config.changed(teacher_coef=0.0))  # a teacher has no part in values
     lengths = action_mask.sum(dim=1)
     clipped = (whole.info["advantage_clip_frac"] * lengths).sum() if config.advantage_clip > 0 else 0.0
     return whole.advantages, returns, float(clipped / lengths.sum().clamp(min=1))

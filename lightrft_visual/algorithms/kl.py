@@ -116,7 +116,7 @@ def overlong_penalty(lengths: T, max_new_tokens: int, buffer_len: int, factor: f
     * factor, max=0).
 
     Args:
-        lengths: (B) response tokens.
+        lengths: (B) response tokens, of episodes with what stands between answers.
         max_new_tokens: the longest response.
         buffer_len: how many of its last tokens are penalised.
         factor: the penalty of a response of full length.

@@ -352,7 +352,7 @@ class _Round:
         ids, log_probs = own.token_ids, own.log_probs
         if not ids:  # it failed before anything was sampled: a token that no one trains on
             eos = self.stage.data_processor.tokenizer.convert_tokens_to_ids(self.stage.renderer.end_tokens[0])
-            ids, log_probs, own.episode.turn_ids = [eos], [0.0], [-1]
+            ids, log_probs, own.episode.turn_ids = [eos], ([0.0] if self.settings.full_distribution else None), [-1]
         self.made[key] = Rollout(
             own.prompt,
             ids,

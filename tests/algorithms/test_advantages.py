@@ -267,6 +267,12 @@ class TestShaping:
         assert batch.info["reward_clipped"].tolist() == [1.0, 1.0]
         assert final.tolist() == [0.5, -0.5] and batch.info["shaped_reward"].tolist() == [0.5, -0.5]
 
+    def test_the_overlong_penalty_of_an_episode_counts_the_observations_between_its_answers(self):
+        batch = experience([1, 1], width=6)
+        batch.action_mask = torch.tensor([[1, 0, 0, 0, 1, 0], [0] * 6]).bool()
+        final_rewards("reinforce", torch.ones(2), [batch], overlong_buffer=True, overlong_buffer_len=8)
+        assert batch.info["overlong_penalty"].tolist() == [-0.375, 0.0]  # 5 tokens of 10, 2 of them free
+
     def test_drawn_images_have_no_overlong_penalty(self):
         batch = experience([1, 1])
         batch.info["loss_part"] = torch.tensor([0.0, 1.0])

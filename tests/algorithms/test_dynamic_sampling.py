@@ -110,6 +110,8 @@ def test_rewards_that_are_compared_one_by_one_may_differ_where_their_sum_does_no
     told, equal = group((1, 0), (0, 1), (0.5, 0.5)), group((1, 0), (1, 0))
     assert not is_informative(told) and is_informative(told, apart=True)
     assert not is_informative(equal, apart=True)
+    sums = group((0.1, 0.2), (0.3, 0))  # the same number in float32, by which advantages are computed
+    assert sums[0].reward != sums[1].reward and not is_informative(sums)
     assert not is_informative(group((1, 0), (0, 1), valid=False), apart=True)
 
 

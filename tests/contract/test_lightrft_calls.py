@@ -351,6 +351,7 @@ MASK = torch.tensor([[True, True], [True, False]])
         # last: 1 - 0.25 = 0.75; before: 0 + 0.25 - 0.5 + 0.5 * 0.75 = 0.125; alone: 2 - 1
         ({}, [[0.125, 0.75], [1.0, 0.0]], 0.0),
         ({"advantage_clip": 0.5}, [[0.125, 0.5], [0.5, 0.0]], 2 / 3),  # of tokens
+        ({"advantage_estimator": "distillation", "teacher_coef": 1.0}, [[0.125, 0.75], [1.0, 0.0]], 0.0),
         # of 0.125, 0.75, 1: mean 0.625, standard deviation 0.450694 with n - 1
         ({"advantages_norm": True, "advantage_estimator": "gae"}, [[-1.109400, 0.277350], [0.832050, 0.0]], 0.0),
     ],

@@ -419,6 +419,14 @@ def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
     assert not samples.action_mask.any() and samples.sequences.shape[0] == 3
 
 
+def test_a_sample_that_has_no_token_has_no_log_probs_where_a_cut_distribution_gives_none(rig):
+    """Zeros of a batch of such samples would be compared with the trainer's log-probs of others."""
+    failing = one_step(lambda row: _raise(OSError("no server here")))
+    for top_p, expected in ((1.0, [0.0]), (0.9, None)):
+        made = stage_of(rig, failing).generate(batch_of([1]), replace(SETTINGS, top_p=top_p))
+        assert [each.log_probs for each in made] == [expected] * 3
+
+
 def test_calls_of_tools_are_read_of_each_turn_and_of_one_that_is_not_there_told_as_errors(rig):
     calls = [ToolCall("zoom", {"x": 1}), ToolCall("zoom", {}, "no x")]
     seen = []

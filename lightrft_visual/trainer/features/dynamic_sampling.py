@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from ...experience.rollouts import PromptBatch, Rollout, Rollouts, SamplingSettings
 from ...observe.metrics import COUNTED, SPENT
 from ...runtime import collectives
@@ -109,7 +111,8 @@ def is_informative(group: list[Rollout], apart: bool = False) -> bool:
         names = {name for rollout in valid for name, weight in rollout.weights.items() if weight}
         columns = [[rollout.components[name] for rollout in valid if name in rollout.components] for name in names]
         columns = [[score for score in column if score == score] for column in columns]  # without NaN: it did not apply
-    return any(len(column) > 1 and max(column) > min(column) for column in columns)
+    # In float32, in which they are compared for advantages: sums of the same rewards may differ in their last bits.
+    return any(len({*torch.tensor(column, dtype=torch.float32).tolist()}) > 1 for column in columns)
 
 
 class ResamplingMaker:

@@ -54,6 +54,7 @@ class SelectiveReplay(StepHook):
 
     capacity: int
     seed: int
+    mask_truncated: bool = False  # the loss masks samples that were cut off
     kept: list[AnyItem] = field(default_factory=list)
     found: dict[str, float] = field(default_factory=dict)
     name = "replay"
@@ -78,10 +79,14 @@ class SelectiveReplay(StepHook):
         Returns, over all ranks: the samples of the step, and the policy versions of those that stand in for others.
         """
         _mark(buffer.items, replayed=False)
-        new = [item for item in buffer.items if teaches(item)]
-        offers, lacking, counts = zip(
-            *collectives.all_gather_object((self._offers(step), _lacking(buffer.items), len(buffer)))
-        )
+        new: list[AnyItem] = []
+        own: dict[int, list[int]] = {}  # the numbers of samples without advantage, by kind
+        for item in buffer.items:
+            if teaches(item, self.mask_truncated):
+                new.append(item)
+            else:
+                own.setdefault(part_of(item), []).append(int(item.sample_id))
+        offers, lacking, counts = zip(*collectives.all_gather_object((self._offers(step), own, len(buffer))))
         versions = []
         for kind in sorted({kind for each in lacking for kind in each}):
             offered = sorted((kept for each in offers for kept in each.get(kind, ())), reverse=True)
@@ -149,26 +154,18 @@ def _age(item: AnyItem) -> tuple[int, int]:
     return int(item.policy_version), int(item.sample_id)
 
 
-def _lacking(items: list[AnyItem]) -> dict[int, list[int]]:
-    """The numbers of samples without advantage, by kind."""
-    lacking: dict[int, list[int]] = {}
-    for item in items:
-        if not teaches(item):
-            lacking.setdefault(part_of(item), []).append(int(item.sample_id))
-    return lacking
-
-
 def _mark(items: list[AnyItem], replayed: bool) -> None:
     """Say of samples, in their info, whether they are of an earlier step."""
     for item in items:
         item.info = {**(item.info or {}), "replayed": replayed}
 
 
-def teaches(item: AnyItem) -> bool:
-    """Whether a sample is better or worse than its group. Its tokens may have advantages all the same, of a KL in the
-    reward, of whitening or of a teacher."""
-    compared = (item.info or {}).get("group_advantage")
-    return advantage_size(item) > 0 and (compared is None or bool(compared != 0))
+def teaches(item: AnyItem, mask_truncated: bool) -> bool:
+    """Whether a sample is better or worse than its group, and no cut off one that the loss masks. Its tokens may have
+    advantages all the same, of a KL in the reward, of whitening or of a teacher."""
+    info = item.info or {}
+    masked, compared = mask_truncated and bool(info["truncated"]), info.get("group_advantage")
+    return not masked and advantage_size(item) > 0 and (compared is None or bool(compared != 0))
 
 
 def advantage_size(item: AnyItem) -> float:
@@ -183,5 +180,6 @@ def advantage_size(item: AnyItem) -> float:
 
 def build(parts: Any) -> SelectiveReplay | None:
     """For `selective_replay`, samples over all ranks."""
-    most = parts.config.algorithm.selective_replay
-    return SelectiveReplay(most, parts.config.train.seed) if most else None
+    algorithm = parts.config.algorithm
+    most = algorithm.selective_replay
+    return SelectiveReplay(most, parts.config.train.seed, algorithm.mask_truncated) if most else None

@@ -388,9 +388,8 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     teacher = open_checkpoint(path, config.model, config.data)
     with strategy.loading():
         transformer = load_transformer(path, config.model, strategy.dtype)
-    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
-    scorer = Actor(transformer, banned, checkpoint.eos_ids, shares)
+    scorer = Actor(transformer, teacher.family.banned_ids(teacher.tokenizer), checkpoint.eos_ids, shares)
     frozen = strategy.prepare_inference(scorer)
     prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
     return own_scores(log_probs_of(frozen), strategy.sequence)

@@ -260,7 +260,7 @@ class PolicyUpdate:
             for part in batch.parts:
                 own, coefficient = self.config, part.settings.entropy_coef
                 if own.entropy_coef != coefficient:
-                    own = replace(own, entropy_coef=coefficient)
+                    own = own.changed(entropy_coef=coefficient)
                 mask = to_device(batch.counted(part, index), read.action_mask.device)
                 found.append(policy_loss(replace(read, action_mask=mask), own, part.denominators, kl_coef))
                 if experience.action_entropy is not None:  # a rollout metric then

@@ -90,6 +90,14 @@ def test_the_oldest_go_first_and_invalid_ones_never_stay():
     assert advantage_size(masked) == 1.0
 
 
+def test_samples_that_the_loss_masks_as_cut_off_are_neither_kept_nor_in_the_way():
+    replay = SelectiveReplay(capacity=8, seed=0, mask_truncated=True)
+    for step in (0, 1):
+        buffer = filled_buffer([1.0, -1.0], start=2 * step, truncated=[False, True])
+        _, versions = replay.refill(buffer, step)
+    assert len(versions) == 1 and numbers(buffer) == [2, 0] and numbers(replay.kept) == [0, 2]
+
+
 def test_answers_stand_in_for_answers_and_drawings_for_drawings():
     replay = SelectiveReplay(capacity=2, seed=0)
     replay.refill(filled_buffer([1.0, 2.0, 3.0, 4.0, 5.0], loss_part=[1, 1, 1, 0, 0]), step=0)

@@ -15,10 +15,11 @@ from tiny_models import actor_of, checkpoint_of, inputs_of, load, rollouts_of, t
 from transformers import Gemma3Config, Qwen2Config
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.given import give
+from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.runtime import collectives
@@ -147,6 +148,18 @@ def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
     own = actor_of(student)(inputs, rule, with_entropy=False).log_probs
     assert not torch.allclose(found, own)
     torch.testing.assert_close(teacher_for(student, student.path)(inputs, rule), own)
+
+
+@pytest.mark.parametrize("padding", [0, 64])
+def test_a_teacher_whose_vocabulary_is_padded_otherwise_leaves_its_own_padding_out(tmp_path, padding):
+    student, rule = checkpoint_of(tmp_path, "qwen2"), ScoringRule()
+    teacher = checkpoint_of(tmp_path / "other", "qwen2")
+    model = load(teacher.path, False)
+    model.resize_token_embeddings(len(student.tokenizer) + padding)
+    model.save_pretrained(teacher.path)
+    inputs = inputs_of(student, rollouts_of(student, text_prompts()))
+    own = actor_of(open_checkpoint(teacher.path, ModelConfig(), DataConfig()))(inputs, rule, with_entropy=False)
+    torch.testing.assert_close(teacher_for(student, teacher.path)(inputs, rule), own.log_probs)
 
 
 @pytest.mark.parametrize(
