@@ -34,7 +34,7 @@ from ..data.forms import ROLES as ROW_ROLES
 from ..data.media import Video
 from ..errors import ConfigError, LightRFTVisualError
 from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
-from ..runtime.usercode.loading import callable_name, load_reward_fn
+from ..runtime.usercode.loading import callable_name, each_file_once, load_reward_fn
 
 ROLES = ("user", "tool", "system")
 CALL_ERROR = "error: "  # with which the answer to a call begins that could not be run
@@ -318,6 +318,7 @@ def is_reusable(environment: Any) -> bool:
     return isinstance(environment, Environment) and environment.reusable
 
 
+@each_file_once()
 def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
     """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError."""
     tools = [_loaded(spec, "tools") for spec in (config.tools or "").split(",") if spec.strip()]

@@ -118,6 +118,18 @@ def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
         environment_factory(EpisodeConfig(environment="tools"))
 
 
+def test_a_file_that_is_named_for_an_environment_and_its_tools_is_executed_once(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Mine:\n    def __init__(self, tools):\n        self.tools = tools\n    def step(self, action):\n"
+        "        return None, 0.0, True, {}\n\ndef search():\n    ...\n\ndef read():\n    ...\n"
+    )
+    config = EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:search, {path}:read")
+    search, read = environment_factory(config)().tools
+    assert search.function.__globals__ is read.function.__globals__
+    assert environment_factory(config)().tools[0].function is not search.function  # another run's is loaded anew
+
+
 class Options(Environment):
     def __init__(self, **options):
         self.tools = options.get("tools", [])
