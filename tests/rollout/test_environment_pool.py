@@ -214,6 +214,8 @@ def test_tools_by_path_run_apart(tmp_path):
     [
         ({"environment": "my.py:Env"}, True), ({"environment": "zoom"}, False), ({"tools": "a.py:f, b.py:g"}, True),
         ({"environment": "python:Env"}, False), ({"environment": "my.py:Env", "tools": "python:f"}, False),
+        ({"environment": "tools", "tools": "a.py:f"}, True),
+        ({"environment": "zoom", "tools": "a.py:f"}, False),  # one of a plug-in may take tools
     ],
 )  # fmt: skip
 def test_what_is_named_by_path_runs_apart(config, apart):
