@@ -246,11 +246,12 @@ def _values(arguments: dict[str, Any], hints: Mapping[str, Any]) -> dict[str, An
 
 
 def _value(text: str, hint: Mapping[str, Any]) -> Any:
-    """An argument's value: JSON where it is, else the text; by its schema 12 may be a text too."""
+    """An argument's value: JSON or Python's name of one where it is, else the text; by its schema 12 may be a text
+    too."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        value = {"True": True, "False": False, "None": None}.get(text, text)
     types = _types(hint)
     fits = any(type(value) in JSON_TYPES.get(each, ()) for each in types)
     return text if "string" in types and not fits else value

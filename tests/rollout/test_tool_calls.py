@@ -135,6 +135,8 @@ def test_calls_are_read_as_glm_gemma_mistral_and_lfm_write_them(text, form, call
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
         ({"type": ["string", "array"]}, "[1]", [1]), ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
         ({"type": ["string", "integer"]}, "true", "true"), ({"type": "integer"}, "12", 12), ({}, "12", 12),
+        ({"type": "boolean"}, "False", False), ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "string"}, "True", "True"), ({"type": "boolean"}, "no", "no"),
     ],
 )  # fmt: skip
 def test_argument_without_quotes_is_of_the_types_that_its_schema_names(hint, written, value):
