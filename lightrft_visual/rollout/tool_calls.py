@@ -26,6 +26,11 @@ from .environments import ToolCall
 
 GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+XML_BLOCK = re.compile(  # also where the model has left out the first mark
+    r"(?:<tool_call>|(?=<function=[^<>\n]+>\s*(?:<parameter=|</function>)))(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)",
+    re.DOTALL,
+)
+XML_NEXT = re.compile(r"(?<=</function>)\s*(?=<function=)")
 GEMMA_BLOCK = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", re.DOTALL)
 GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*\Z", re.DOTALL)
 GEMMA_PART = re.compile(  # a text in Gemma's quotes, one in JSON's, a name without any
@@ -208,12 +213,12 @@ _GLM = _Tags(
 )
 
 
-def _parse_blocks(text: str, glm: bool = False) -> Iterator[ToolCall]:
+def _parse_blocks(text: str, glm: bool = False, blocks: re.Pattern[str] = CALL_BLOCK) -> Iterator[ToolCall]:
     """What stands in <tool_call>: Qwen's tags or JSON, or GLM's tags."""
-    for block in CALL_BLOCK.finditer(text):
+    for block in blocks.finditer(text):
         inner = block[1].strip()
         if "<function=" in inner:
-            yield _tagged_call(inner, _XML)
+            yield from (_tagged_call(each, _XML) for each in XML_NEXT.split(inner))
         elif not block[0].endswith("</tool_call>"):
             yield _malformed(inner, "</tool_call> is missing")
         elif glm and not inner.startswith(("{", "[")):
@@ -318,7 +323,7 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
 
 CALL_FORMS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
     "hermes": _parse_blocks,
-    "qwen_xml": _parse_blocks,
+    "qwen_xml": partial(_parse_blocks, blocks=XML_BLOCK),
     "glm": partial(_parse_blocks, glm=True),
     "gemma": _parse_gemma,
     "mistral": _parse_mistral,

@@ -225,6 +225,22 @@ def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
     assert len(calls) < 2
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("I look.\n<function=a>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>", ["a"]),
+        ("<function=a></function>\n</tool_call>\n<tool_call><function=b>\n</function></tool_call>", ["a", "b"]),
+        ("<tool_call>\n<function=a>\n</function>\n<function=b>\n</function>\n</tool_call>", ["a", "b"]),
+        ("I could ask <function=a> here, and <function=b>.", []),
+    ],
+)
+def test_functions_without_a_mark_or_several_behind_one_are_calls_in_their_form(text, names):
+    calls = parse_tool_calls(text, "qwen_xml")
+    assert [(call.name, call.error) for call in calls] == [(name, None) for name in names]
+    inner = "<tool_call><function=a><parameter=x>\n<function=b>\n</function>\n</parameter></function></tool_call>"
+    assert [call.arguments for call in parse_tool_calls(inner, "qwen_xml")] == [{"x": "<function=b>\n</function>"}]
+
+
 def test_marks_of_glm_inside_json_are_text():
     call = ToolCall("write", {"text": "a <arg_key> tag"}, None)
     for form in ("hermes", "glm", "auto"):
