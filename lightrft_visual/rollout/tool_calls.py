@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from .environments import ToolCall
 
+THOUGHTS = re.compile(r"\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
 GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_BLOCK = re.compile(  # also where the model has left out the first mark
@@ -71,6 +72,8 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
     """
     for end in TURN_ENDS:
         text = text.removesuffix(end)
+    if thoughts := THOUGHTS.match(text):  # what is weighed in them is not asked for
+        text = text[thoughts.end() :]
     if form == "auto":
         form = "glm" if GLM_BLOCK.search(text) else _form_by_marks(text, "json")
     calls, told = list(CALL_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]

@@ -241,6 +241,16 @@ def test_functions_without_a_mark_or_several_behind_one_are_calls_in_their_form(
     assert [call.arguments for call in parse_tool_calls(inner, "qwen_xml")] == [{"x": "<function=b>\n</function>"}]
 
 
+@pytest.mark.parametrize("begin", ["", "<think>\n"])
+def test_calls_and_marks_in_thoughts_that_have_ended_are_no_calls(begin):
+    call = ToolCall("write", {"text": "<think>a</think>"}, None)
+    for form in ("hermes", "glm", "auto", "json"):
+        asked, weighed = (rendered(own, "json" if form == "json" else "hermes") for own in (call, ToolCall("zoom")))
+        assert parse_tool_calls(f"{begin}Is <tool_call> of use, or {weighed}?</think>It is red.", form) == []
+        assert parse_tool_calls(f"{begin}I need it.</think>{asked}", form) == [call]
+        assert parse_tool_calls(begin + asked, form) == [call]
+
+
 def test_marks_of_glm_inside_json_are_text():
     call = ToolCall("write", {"text": "a <arg_key> tag"}, None)
     for form in ("hermes", "glm", "auto"):
