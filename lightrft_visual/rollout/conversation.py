@@ -17,14 +17,13 @@ from ..errors import ConfigError, DataError, reason_of, writable
 from ..experience.rollouts import Completion, Episode, PromptFeatures, Turn
 from ..experience.vision import VisionTensors
 from ..runtime.seeding import derive_seed
-from .environments import CALL_ERROR, EnvironmentFailure, Message, Observation
+from .environments import CALL_ERROR, CUT, EnvironmentFailure, Message, Observation
 from .multimodal import MultimodalDataProcessor
 
 _MARK = "THE-ANSWER"
 _ANSWERS = (_MARK, f"<think>\nthoughts\n</think>\n\n{_MARK}")
 _SEEN = "THE-OBSERVATION"
 _QUESTION: Message = {"role": "user", "content": [{"type": "text", "text": "a question"}]}
-_CUT = "\n[...]\n"
 _PRINTED = ("{'type'", '{"type"')  # how a template writes the parts of a content where it takes it for a value
 
 
@@ -184,12 +183,12 @@ class ObservationRenderer:
         if excess <= 0:
             return messages
         cut: dict[int, str] = {}
-        mark = len(tokenizer(_CUT, add_special_tokens=False)["input_ids"])
+        mark = len(tokenizer(CUT, add_special_tokens=False)["input_ids"])
         for part, own in sorted(zip(texts, ids), key=lambda pair: -len(pair[1])):
             if excess > 0:
                 keep = max(0, len(own) - excess - mark)
                 head, tail = own[: (keep + 1) // 2], own[len(own) - keep // 2 :]
-                cut[id(part)] = tokenizer.decode(head) + _CUT + tokenizer.decode(tail)
+                cut[id(part)] = tokenizer.decode(head) + CUT + tokenizer.decode(tail)
                 excess -= len(own) - keep - mark
         return [
             {**message, "content": [{**p, "text": cut[id(p)]} if id(p) in cut else p for p in message["content"]]}

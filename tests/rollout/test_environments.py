@@ -16,6 +16,8 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.given import give
 from lightrft_visual.rollout.environment_threads import LOOPS, ThreadHost
 from lightrft_visual.rollout.environments import (
+    CUT,
+    LONGEST_TEXT,
     Action,
     Environment,
     EnvironmentFailure,
@@ -103,6 +105,15 @@ def test_a_step_of_another_form_is_a_failure_of_the_environment(given, told):
     with pytest.raises(EnvironmentFailure, match=told):
         StepResult.of(given)
     assert StepResult.of((object(), 1, True, None)) == (None, 1.0, True, {})  # the last observation is not read
+
+
+def test_long_text_of_a_tool_is_cut_in_the_middle_and_that_of_an_environment_is_a_failure():
+    told = "a" * LONGEST_TEXT + "b"
+    (message,) = Observation.of({"role": "tool", "content": told}).messages
+    text = message["content"][0]["text"]
+    assert len(text) <= LONGEST_TEXT and CUT in text and (text[0], text[-1]) == ("a", "b")
+    with pytest.raises(EnvironmentFailure, match="is too long"):
+        Observation.of(told)
 
 
 def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):

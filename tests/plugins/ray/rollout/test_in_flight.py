@@ -33,7 +33,10 @@ def patches(count: int) -> dict[str, torch.Tensor]:
 
 def held() -> HeldEpisode:
     seen = [{"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "closer"}]}]
-    turns = [Turn("zoom", 0.1, seen, [("zoom", None), ("crop", "none such")], {"at": (3, 0.5), 1: {(0, 0): "x"}}), Turn("a dog", 1.5)]
+    turns = [
+        Turn("zoom", 0.1, seen, [("zoom", None), ("crop", "none such")], {"at": (3, 0.5), 1: {(0, 0): "x"}}),
+        Turn("a dog", 1.5),
+    ]
     vision = [VisionTensors([patches(3)]), VisionTensors([InParts([patches(2), patches(5)])])]
     clip = Video(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3), {"fps": 2.0, "frames_indices": [1]})
     media = {"images": [Image.new("RGB", (5, 3), "green")], "videos": [clip], "vision": vision}
