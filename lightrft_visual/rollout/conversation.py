@@ -156,9 +156,8 @@ class ObservationRenderer:
 
     def _checked(self, message: Message) -> Message:
         """The message; the model's own words in it, a tool's name and what an error quotes, without its marks."""
-        if message["role"] == "tool":
-            parts = [self._quoted(part, "text", CALL_ERROR) for part in message["content"]]
-            message = self._quoted({**message, "content": parts}, "name")
+        parts = [self._quoted(part, "text", CALL_ERROR) for part in message["content"]]
+        message = self._quoted({**message, "content": parts}, "name")
         for part in message["content"]:
             text = part.get("text", "")
             if writable(text) != text:

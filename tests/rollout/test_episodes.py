@@ -541,6 +541,8 @@ def test_a_call_that_spells_marks_of_images_is_answered_by_its_error_without_the
     assert "there is no tool ''" in answer(ToolCall("<|image_pad|>"))
     assert "box: Missing required argument; <3>: Unexpected" in answer(ToolCall("look", {"<|image_pad|><3>": 1}))
     assert "error: malformed call: go" in answer(ToolCall("", {}, "malformed call: <|vision_start|>go"))
+    user = Observation.of("error: there is no tool '<|image_pad|>'")  # as clients of OpenEnv answer
+    assert "no tool ''" in rig.checkpoint.tokenizer.decode(renderer.added(user, "it").token_ids)
     with pytest.raises(EnvironmentFailure, match="holds <.image_pad.>"):  # a tool's own text
         answer(ToolCall("look", {"box": [1]}))
 
