@@ -114,7 +114,7 @@ def clicked(text: str = "", calls=(), row=SCREEN):
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("it is at (60, 35).", []), ("[0.6, 0.6]", []), ("", [ToolCall("click", {"x": 50, "y": 40})]),
+        ("it is at (60, 35).", []), ("[0.6, .6]", []), ("", [ToolCall("click", {"x": 50, "y": 40})]),
         ("", [ToolCall("click", {"x": 0.7, "y": 0.5})]),
     ],
 )  # fmt: skip
@@ -133,7 +133,7 @@ def test_first_click_of_a_response_counts_and_is_shown_with_a_cross_where_it_is_
     assert clicked("", calls)[1:3] == (0.0, False)
 
 
-@pytest.mark.parametrize("target", ["(50, 30, 70, 40)", [0.5, 0.5, 0.7, 0.667], (50, 30, 70, 40)])
+@pytest.mark.parametrize("target", ["(50, 30, 70, 40)", ".5, .5, .7, .667", [0.5, 0.5, 0.7, 0.667], (50, 30, 70, 40)])
 def test_target_may_be_text_or_shares_and_stand_in_the_reference(target):
     row = {"images": SCREEN["images"], "reference": target}
     assert clicked("(60, 35)", row=row)[1] == 1.0
