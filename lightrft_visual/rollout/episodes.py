@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from ..data.bad_rows import warn_once
+from ..data.rendering import text_of
 from ..data.rows import REFERENCE_PATHS
 from ..errors import RolloutError
 from ..experience.rollouts import (
@@ -384,15 +385,10 @@ def _sample_of(conversation: Conversation) -> dict[str, Any]:
         **dict.fromkeys(REFERENCE_PATHS[1:], prompt.reference),
         **seeds,
         **prompt.metadata,
-        "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages),
+        "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages[-1]),
         "messages": prompt.messages,
         "images": list(prompt.images),
         "videos": list(prompt.videos),
         "reference": prompt.reference,
         "label": prompt.label,
     }
-
-
-def text_of(messages: Sequence[dict[str, Any]]) -> str:
-    """The text of the last message."""
-    return "".join(part["text"] for part in messages[-1]["content"] if part["type"] == "text")
