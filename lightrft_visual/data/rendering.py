@@ -206,7 +206,12 @@ def caption_of(row: PromptRow) -> str | None:
     """What a row that asks for an image wants drawn: the text of its last message."""
     if not row.draw or isinstance(row.prompt, str):
         return row.prompt if row.draw else None
-    return "".join(part["text"] for part in row.prompt[-1]["content"] if part["type"] == "text")
+    return text_of(row.prompt[-1])
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text parts of a message."""
+    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
 def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]] | None:
@@ -299,16 +304,11 @@ def _templated(
     messages: Sequence[dict[str, Any]], source: str, model_input: ModelInput, given: Mapping[str, Any]
 ) -> str:
     if not isinstance(model_input, ProcessorMixin):
-        messages = [_flat(message, source) for message in messages]
+        if any(part["type"] != "text" for message in messages for part in message["content"]):
+            raise DataError(f"{source}: the row has images or videos, the model has no processor for them", "media")
+        messages = [{**message, "content": text_of(message)} for message in messages]  # one text each
     try:
         return model_input.apply_chat_template(messages, tokenize=False, **given)
     except Exception as error:  # a template is a program: `{{ 1 / 0 }}`
         text = f"{source}: the chat template refuses the prompt: {reason_of(error)}"
         raise DataError(text, "chat template") from error
-
-
-def _flat(message: dict[str, Any], source: str) -> dict[str, Any]:
-    """Text-only templates take one string a message."""
-    if any(part["type"] != "text" for part in message["content"]):
-        raise DataError(f"{source}: the row has images or videos, the model has no processor for them", "media")
-    return {**message, "content": "".join(part["text"] for part in message["content"])}

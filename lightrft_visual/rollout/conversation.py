@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 from transformers import ProcessorMixin
 
 from ..data.media import Video
-from ..data.rendering import without_marks
+from ..data.rendering import text_of, without_marks
 from ..errors import ConfigError, DataError, reason_of, writable
 from ..experience.rollouts import Completion, Episode, PromptFeatures, Turn
 from ..experience.vision import VisionTensors
 from ..runtime.seeding import derive_seed
-from .environments import CALL_ERROR, EnvironmentFailure, Message, Observation
-from .multimodal import MultimodalDataProcessor
+from .environments import CALL_ERROR, CUT, EnvironmentFailure, Message, Observation
+from .multimodal import Added, MultimodalDataProcessor
 
 _MARK = "THE-ANSWER"
 _ANSWERS = (_MARK, f"<think>\nthoughts\n</think>\n\n{_MARK}")
 _SEEN = "THE-OBSERVATION"
 _QUESTION: Message = {"role": "user", "content": [{"type": "text", "text": "a question"}]}
-_CUT = "\n[...]\n"
 _PRINTED = ("{'type'", '{"type"')  # how a template writes the parts of a content where it takes it for a value
 
 
@@ -37,17 +36,6 @@ class _Style(NamedTuple):
 
 
 _STYLES = (_Style(), _Style(as_text=True), _Style(called=True), _Style(as_text=True, called=True))
-
-
-@dataclass
-class Added:
-    """What an observation adds to a conversation. token_ids: media expanded; unexpanded: one placeholder a medium."""
-
-    token_ids: list[int]
-    unexpanded: list[int]
-    images: list = field(default_factory=list)
-    videos: list = field(default_factory=list)
-    vision: VisionTensors = field(default_factory=VisionTensors)
 
 
 class ObservationRenderer:
@@ -95,7 +83,7 @@ class ObservationRenderer:
         try:
             style = self._style_of(*(message["role"] for message in messages))
             text = self._behind(self._shortened(messages), style, last=last)
-            added = Added(*self.data.difference(text, observation.images, observation.videos, what))
+            added = self.data.difference(text, observation.images, observation.videos, what)
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
             return replace(added, images=images, videos=videos)
         except (DataError, ConfigError) as error:
@@ -131,13 +119,14 @@ class ObservationRenderer:
         try:
             text = self._render(messages, generation=True)
             media = [*images, *observation.images], [*videos, *observation.videos]
-            ids, _, loaded, clips, vision = self.data.difference(text, *media, "reset", whole=True)
+            made = self.data.difference(text, *media, "reset", whole=True)
         except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
+        ids = made.token_ids
         if len(ids) > self.data.prompt_max_len:
             raise EnvironmentFailure(f"the prompt after reset has {len(ids)} tokens, above prompt_max_len")
-        loaded, clips = _kept(loaded, observation.images), _kept(clips, observation.videos)
-        begun = replace(prompt, text=text, token_ids=ids, images=loaded, videos=clips, vision=vision, messages=messages)
+        kept = {"images": _kept(made.images, observation.images), "videos": _kept(made.videos, observation.videos)}
+        begun = replace(prompt, text=text, token_ids=ids, **kept, vision=made.vision, messages=messages)
         self.check_media(begun, Episode(), Added([], []))
         return begun
 
@@ -157,9 +146,8 @@ class ObservationRenderer:
 
     def _checked(self, message: Message) -> Message:
         """The message; the model's own words in it, a tool's name and what an error quotes, without its marks."""
-        if message["role"] == "tool":
-            parts = [self._quoted(part, "text", CALL_ERROR) for part in message["content"]]
-            message = self._quoted({**message, "content": parts}, "name")
+        parts = [self._quoted(part, "text", CALL_ERROR) for part in message["content"]]
+        message = self._quoted({**message, "content": parts}, "name")
         for part in message["content"]:
             text = part.get("text", "")
             if writable(text) != text:
@@ -184,12 +172,12 @@ class ObservationRenderer:
         if excess <= 0:
             return messages
         cut: dict[int, str] = {}
-        mark = len(tokenizer(_CUT, add_special_tokens=False)["input_ids"])
+        mark = len(tokenizer(CUT, add_special_tokens=False)["input_ids"])
         for part, own in sorted(zip(texts, ids), key=lambda pair: -len(pair[1])):
             if excess > 0:
                 keep = max(0, len(own) - excess - mark)
                 head, tail = own[: (keep + 1) // 2], own[len(own) - keep // 2 :]
-                cut[id(part)] = tokenizer.decode(head) + _CUT + tokenizer.decode(tail)
+                cut[id(part)] = tokenizer.decode(head) + CUT + tokenizer.decode(tail)
                 excess -= len(own) - keep - mark
         return [
             {**message, "content": [{**p, "text": cut[id(p)]} if id(p) in cut else p for p in message["content"]]}
@@ -294,7 +282,7 @@ def _text_of(message: Message) -> str:
         return message["content"]
     if not _is_text(message):
         raise EnvironmentFailure("an observation has images or videos, the model has no processor for them")
-    return "".join(part["text"] for part in message["content"])
+    return text_of(message)
 
 
 @dataclass

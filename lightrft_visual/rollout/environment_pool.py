@@ -17,7 +17,6 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..errors import ConfigError
 from ..runtime.usercode.calls import masked
@@ -33,7 +32,7 @@ CLOSE_SECONDS = 5.0  # for an environment's close
 def runs_apart(config: EpisodeConfig) -> bool:
     """Whether a process can load this environment by itself: it, or its tools, are named as path.py:name."""
     names = [config.environment or "tools", *(config.tools or "").split(",")]
-    own = [name.strip() for name in names if name.strip() and name.strip() not in registry.environments]
+    own = [name for name in names if name.strip() not in ("", "tools")]  # another that is registered may be a plug-in's
     return bool(own) and all(".py:" in name for name in own)
 
 

@@ -34,11 +34,12 @@ from ..data.forms import ROLES as ROW_ROLES
 from ..data.media import Video
 from ..errors import ConfigError, LightRFTVisualError
 from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
-from ..runtime.usercode.loading import callable_name, load_reward_fn
+from ..runtime.usercode.loading import callable_name, each_file_once, load_reward_fn
 
 ROLES = ("user", "tool", "system")
 CALL_ERROR = "error: "  # with which the answer to a call begins that could not be run
 LONGEST_TEXT = 10**6  # characters of one text of an observation
+CUT = "\n[...]\n"  # in place of the middle of a text
 SHOWN = 200  # characters of a wrong value in a message
 Message = dict[str, Any]
 
@@ -132,7 +133,7 @@ class Observation:
         found, known = cls([], whole=given is not None), (media or {}) if given else {}
         left = {kind: list(own) for kind, own in known.items()}
         for message in given or [{"role": role, "content": value}]:
-            parts = [found._part(part, left) for part in _parts(message["content"])]
+            parts = [found._part(part, left, message["role"] == "tool") for part in _parts(message["content"])]
             name = {"name": str(message["name"])} if message["role"] == "tool" and message.get("name") else {}
             found.messages.append({"role": message["role"], **name, "content": parts})
         if found.messages[-1]["role"] == "assistant":
@@ -143,11 +144,14 @@ class Observation:
                 raise EnvironmentFailure(f"the messages of reset have {told}")
         return found
 
-    def _part(self, part: Any, left: Mapping[str, list[Any]]) -> Message:
+    def _part(self, part: Any, left: Mapping[str, list[Any]], cut: bool) -> Message:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
         if isinstance(text, str):
-            if len(text) > LONGEST_TEXT:
+            if len(text) > LONGEST_TEXT and not cut:
                 raise EnvironmentFailure(f"a text of {len(text)} characters is too long")
+            if len(text) > LONGEST_TEXT:  # a model's choice of what a tool reads is no failure
+                half = (LONGEST_TEXT - len(CUT)) // 2
+                text = text[:half] + CUT + text[-half:]
             return {"type": "text", "text": text}
         if isinstance(part, (Image.Image, np.ndarray)):
             self.images.append(part)
@@ -318,6 +322,7 @@ def is_reusable(environment: Any) -> bool:
     return isinstance(environment, Environment) and environment.reusable
 
 
+@each_file_once()
 def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
     """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError."""
     tools = [_loaded(spec, "tools") for spec in (config.tools or "").split(",") if spec.strip()]

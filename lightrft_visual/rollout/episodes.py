@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from PIL import Image
 
+from ..config.environment import EpisodeConfig
 from ..data.bad_rows import warn_once
+from ..data.rendering import text_of
 from ..data.rows import REFERENCE_PATHS
 from ..errors import RolloutError
 from ..experience.rollouts import (
@@ -41,21 +43,6 @@ NO_ROOM = (
 BEGIN_TOGETHER = 0.5  # seconds that the first requests wait for each other's resets
 
 
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """How long an episode may be, and what is done about failures; see `config.environment.EpisodeConfig`.
-
-    max_tokens: behind the prompt. on_error: mask, end or stop. gamma: discount of a reward by each turn before it.
-    environments: that there are at once; further episodes begin when others are over.
-    """
-
-    max_turns: int
-    max_tokens: int
-    on_error: str = "mask"
-    gamma: float = 1.0
-    environments: int = 128
-
-
 class Admission(Protocol):
     """Generation that takes requests as they come, and gives responses as they are finished."""
 
@@ -76,8 +63,8 @@ class Admission(Protocol):
 class EpisodeStage(RolloutStage):
     """A `RolloutStage` whose responses are episodes.
 
-    host: runs the environments. renderer: makes tokens of observations. limits: of an episode. parse: the calls of
-    tools in a response; None without tools.
+    host: runs the environments. renderer: makes tokens of observations. limits: of an episode, most_tokens behind its
+    prompt. parse: the calls of tools in a response; None without tools.
     """
 
     def __init__(
@@ -87,11 +74,13 @@ class EpisodeStage(RolloutStage):
         run_seed: int,
         host: EnvironmentHost,
         renderer: ObservationRenderer,
-        limits: EpisodeLimits,
+        limits: EpisodeConfig,
+        most_tokens: int,
         parse: Parser | None = None,
     ) -> None:
         super().__init__(engine, data_processor, run_seed)
         self.host, self.renderer, self.limits, self.parse = host, renderer, limits, parse
+        self.most_tokens = most_tokens
         self._begun = 0  # episodes so far, for the host's numbers
 
     def draw(
@@ -133,7 +122,7 @@ class _Round:
         self.policy_version, self.finished = policy_version, finished
         starts = [stage.data_processor.unexpanded(each) for each in requests]
         self.conversations = [
-            Conversation(prompt, copy, start, Episode(gamma=stage.limits.gamma))
+            Conversation(prompt, copy, start, Episode(gamma=stage.limits.turn_gamma))
             for prompt, start in zip(requests, starts)
             for copy in range(settings.n)
         ]
@@ -147,7 +136,7 @@ class _Round:
 
     def run(self) -> None:
         """Until no rank has an active episode, where the engine keeps ranks in step."""
-        admission, most = self.stage.engine.admission(self.settings), self.stage.limits.environments
+        admission, most = self.stage.engine.admission(self.settings), self.stage.limits.max_environments
         if admission is not None:
             try:
                 self._run_freely(admission, most)
@@ -267,7 +256,7 @@ class _Round:
         return begun
 
     def _limit(self, conversation: Conversation) -> int:
-        return self.stage.limits.max_tokens - len(conversation.token_ids)
+        return self.stage.most_tokens - len(conversation.token_ids)
 
     def _request(self, key: int) -> PromptFeatures:
         conversation = self.conversations[key]
@@ -313,15 +302,15 @@ class _Round:
         last = self.stage.data_processor.tokenizer.convert_ids_to_tokens(conversation.token_ids[-1])
         added = renderer.added(observation, what, last)
         renderer.check_media(conversation.prompt, conversation.episode, added)
-        if len(conversation.token_ids) + len(added.token_ids) >= self.stage.limits.max_tokens:
+        if len(conversation.token_ids) + len(added.token_ids) >= self.stage.most_tokens:
             if conversation.turns == 1:
-                warn_once(NO_ROOM, self.stage.limits.max_tokens)
+                warn_once(NO_ROOM, self.stage.most_tokens)
             return False
         conversation.observed(added, observation.messages)
         return True
 
     def _failed(self, key: int, error: EnvironmentFailure) -> None:
-        conversation, policy = self.conversations[key], self.stage.limits.on_error
+        conversation, policy = self.conversations[key], self.stage.limits.on_environment_error
         if policy == "stop":
             told = f"the environment of prompt {conversation.prompt.group_id} failed in turn {conversation.turns}"
             raise RolloutError(f"{told}: {error} (on_environment_error stop)") from error
@@ -384,15 +373,10 @@ def _sample_of(conversation: Conversation) -> dict[str, Any]:
         **dict.fromkeys(REFERENCE_PATHS[1:], prompt.reference),
         **seeds,
         **prompt.metadata,
-        "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages),
+        "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages[-1]),
         "messages": prompt.messages,
         "images": list(prompt.images),
         "videos": list(prompt.videos),
         "reference": prompt.reference,
         "label": prompt.label,
     }
-
-
-def text_of(messages: Sequence[dict[str, Any]]) -> str:
-    """The text of the last message."""
-    return "".join(part["text"] for part in messages[-1]["content"] if part["type"] == "text")

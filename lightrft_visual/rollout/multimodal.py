@@ -1,7 +1,7 @@
 """Prompts with media made ready for generation and training: loaded, checked, preprocessed once, repeated n times."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -29,6 +29,17 @@ _COLUMNS = {
 }
 _PIXELS_AT_ONCE = 2**18  # of one call of the processor, which takes about 70 bytes a pixel, and gives 24
 _CARRIED = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+
+
+@dataclass
+class Added:
+    """What an observation adds to a conversation. token_ids: media expanded; unexpanded: one placeholder a medium."""
+
+    token_ids: list[int]
+    unexpanded: list[int]
+    images: list = field(default_factory=list)
+    videos: list = field(default_factory=list)
+    vision: VisionTensors = field(default_factory=VisionTensors)
 
 
 class MultimodalDataProcessor:
@@ -157,7 +168,7 @@ class MultimodalDataProcessor:
 
     def difference(
         self, text: str, images: Sequence[Any], videos: Sequence[Any], what: str, whole: bool = False
-    ) -> tuple[list[int], list[int], list[Image], list[Video], VisionTensors]:
+    ) -> Added:
         """What a conversation grows by.
 
         Args:
@@ -165,10 +176,6 @@ class MultimodalDataProcessor:
             images, videos: sources in the order of the placeholders.
             what: it is, for messages.
             whole: the text is a rendered prompt, behind nothing, with its special tokens.
-
-        Returns:
-            Expanded ids, ids with one placeholder a medium, decoded images and videos, and what the model reads of
-            them.
 
         Raises:
             DataError: for media that cannot be used, or other ones than the text has placeholders for.
@@ -179,10 +186,10 @@ class MultimodalDataProcessor:
         special = special_tokens(text, self.tokenizer) if added else {"add_special_tokens": False}
         plain = list(self.tokenizer(text, **special)["input_ids"])
         if not loaded and not clips:
-            return plain, plain, [], [], VisionTensors()
+            return Added(plain, plain)
         output = self._call([text], [loaded], [clips], [0], **special)
         (vision,) = self.family.read(output, [len(loaded)], [len(clips)])
-        return list(output["input_ids"][0]), plain, loaded, clips, vision
+        return Added(list(output["input_ids"][0]), plain, loaded, clips, vision)
 
     def _caption(self, batch: PromptBatch, index: int) -> str | None:
         prompt = batch.prompts[index]

@@ -24,8 +24,14 @@ from typing import Any, NamedTuple
 
 from .environments import ToolCall
 
+THOUGHTS = re.compile(r"\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
 GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+XML_BLOCK = re.compile(  # also where the model has left out the first mark
+    r"(?:<tool_call>|(?=<function=[^<>\n]+>\s*(?:<parameter=|</function>)))(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)",
+    re.DOTALL,
+)
+XML_NEXT = re.compile(r"(?<=</function>)\s*(?=<function=)")
 GEMMA_BLOCK = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", re.DOTALL)
 GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*\Z", re.DOTALL)
 GEMMA_PART = re.compile(  # a text in Gemma's quotes, one in JSON's, a name without any
@@ -66,6 +72,8 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
     """
     for end in TURN_ENDS:
         text = text.removesuffix(end)
+    if thoughts := THOUGHTS.match(text):  # what is weighed in them is not asked for
+        text = text[thoughts.end() :]
     if form == "auto":
         form = "glm" if GLM_BLOCK.search(text) else _form_by_marks(text, "json")
     calls, told = list(CALL_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
@@ -208,12 +216,12 @@ _GLM = _Tags(
 )
 
 
-def _parse_blocks(text: str, glm: bool = False) -> Iterator[ToolCall]:
+def _parse_blocks(text: str, glm: bool = False, blocks: re.Pattern[str] = CALL_BLOCK) -> Iterator[ToolCall]:
     """What stands in <tool_call>: Qwen's tags or JSON, or GLM's tags."""
-    for block in CALL_BLOCK.finditer(text):
+    for block in blocks.finditer(text):
         inner = block[1].strip()
         if "<function=" in inner:
-            yield _tagged_call(inner, _XML)
+            yield from (_tagged_call(each, _XML) for each in XML_NEXT.split(inner))
         elif not block[0].endswith("</tool_call>"):
             yield _malformed(inner, "</tool_call> is missing")
         elif glm and not inner.startswith(("{", "[")):
@@ -246,11 +254,12 @@ def _values(arguments: dict[str, Any], hints: Mapping[str, Any]) -> dict[str, An
 
 
 def _value(text: str, hint: Mapping[str, Any]) -> Any:
-    """An argument's value: JSON where it is, else the text; by its schema 12 may be a text too."""
+    """An argument's value: JSON or Python's name of one where it is, else the text; by its schema 12 may be a text
+    too."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        value = {"True": True, "False": False, "None": None}.get(text, text)
     types = _types(hint)
     fits = any(type(value) in JSON_TYPES.get(each, ()) for each in types)
     return text if "string" in types and not fits else value
@@ -317,7 +326,7 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
 
 CALL_FORMS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
     "hermes": _parse_blocks,
-    "qwen_xml": _parse_blocks,
+    "qwen_xml": partial(_parse_blocks, blocks=XML_BLOCK),
     "glm": partial(_parse_blocks, glm=True),
     "gemma": _parse_gemma,
     "mistral": _parse_mistral,

@@ -132,7 +132,7 @@ class ToolEnvironment(Environment):
         except ValidationError as error:
             told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             return f"{CALL_ERROR}{call.name}: {told}", True
-        except Exception as error:
+        except BaseException as error:  # whatever a tool raises, SystemExit of argparse and CancelledError included
             return f"{CALL_ERROR}{call.name} {what_happened(error)}", True
 
 

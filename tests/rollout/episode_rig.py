@@ -5,12 +5,13 @@ from typing import Any
 from engine_rig import Rig, enders, hf_rig
 from tiny_models import picture
 
+from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.experience.rollouts import PromptBatch
 from lightrft_visual.models.loading import Checkpoint
 from lightrft_visual.rollout.conversation import ObservationRenderer
 from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.rollout.environments import Environment
-from lightrft_visual.rollout.episodes import EpisodeLimits, EpisodeStage
+from lightrft_visual.rollout.episodes import EpisodeStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 USER = "<|im_start|>user\n"
@@ -64,12 +65,18 @@ def rig_of(checkpoint: Checkpoint, size: int = 8) -> Rig:
     return hf_rig(checkpoint, size, banned=enders(checkpoint))
 
 
+def limits_of(turns: int, tokens: int, on_error: str = "mask", environments: int = 128) -> EpisodeConfig:
+    own = {"on_environment_error": on_error, "max_environments": environments}
+    return EpisodeConfig(environment="zoom", max_turns=turns, max_episode_tokens=tokens, **own)
+
+
 def stage_of(
-    rig: Rig, make=Scripted, seconds: float = 20.0, limits: EpisodeLimits | None = None, most_tokens=None, **kwargs
+    rig: Rig, make=Scripted, seconds: float = 20.0, limits: EpisodeConfig | None = None, most_tokens=None, **kwargs
 ) -> EpisodeStage:
     checkpoint = rig.checkpoint
     data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024)
     ends = checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.eos_ids)
     renderer = ObservationRenderer(data, ends, most_tokens, kwargs.pop("most_media", None))
-    limits = limits or EpisodeLimits(6, 400)
-    return EpisodeStage(rig.engine, data, 3, ThreadHost(make, seconds), renderer, limits, **kwargs)
+    limits = limits or limits_of(6, 400)
+    most = limits.most_tokens(data.prompt_max_len)
+    return EpisodeStage(rig.engine, data, 3, ThreadHost(make, seconds), renderer, limits, most, **kwargs)

@@ -72,7 +72,7 @@ def test_region_of_a_tiny_image_has_at_least_the_side_that_models_take_and_a_sli
     [
         ("2 + 3 * 4", "14"), ("(1 - 9) // 3", "-3"), ("2 ** 10 % 7", "2"), ("sqrt(2) < 1.5", "True"), ("1/4", "0.25"),
         ("sum([1, 2, 3])", "6"), ("max(1, 7, 3)", "7"), ("round(2 * pi, 3)", "6.283"), ("comb(5, 2)", "10"),
-        ("0 < 1 < 2", "True"),
+        ("0 < 1 < 2", "True"), ("round(1234.5)", "1234"),
     ],
 )  # fmt: skip
 def test_arithmetic_is_evaluated(expression, value):
@@ -85,7 +85,7 @@ def test_arithmetic_is_evaluated(expression, value):
         "__import__('os')", "().__class__", "open('x')", "x", "lambda: 1", "[i for i in (1,)]", "'a' * 9", "9**9**9",
         "1 << 9999999", "factorial(10**6)", "comb(10**9, 5*10**8)", "1/0", "", "a = 1", "print(1)", "f'{1}'", "b'1'",
         "(-1) ** 0.5", "[1] * 10**9", "sum([1, 2], start=3)", "(" * 500 + "1" + ")" * 500, "1+" * 1500 + "1",
-        "0 in [0]", "pow(10, 10**9)", "None", "2j", "1 if 1 else 2", "-" * 1999 + "1",
+        "0 in [0]", "pow(10, 10**9)", "None", "2j", "1 if 1 else 2", "-" * 1999 + "1", "round(5, -10**6)",
     ],
 )  # fmt: skip
 def test_what_is_no_arithmetic_or_too_large_is_an_error(expression):
@@ -114,7 +114,7 @@ def clicked(text: str = "", calls=(), row=SCREEN):
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("it is at (60, 35).", []), ("[0.6, 0.6]", []), ("", [ToolCall("click", {"x": 50, "y": 40})]),
+        ("it is at (60, 35).", []), ("[0.6, .6]", []), ("", [ToolCall("click", {"x": 50, "y": 40})]),
         ("", [ToolCall("click", {"x": 0.7, "y": 0.5})]),
     ],
 )  # fmt: skip
@@ -133,7 +133,7 @@ def test_first_click_of_a_response_counts_and_is_shown_with_a_cross_where_it_is_
     assert clicked("", calls)[1:3] == (0.0, False)
 
 
-@pytest.mark.parametrize("target", ["(50, 30, 70, 40)", [0.5, 0.5, 0.7, 0.667], (50, 30, 70, 40)])
+@pytest.mark.parametrize("target", ["(50, 30, 70, 40)", ".5, .5, .7, .667", [0.5, 0.5, 0.7, 0.667], (50, 30, 70, 40)])
 def test_target_may_be_text_or_shares_and_stand_in_the_reference(target):
     row = {"images": SCREEN["images"], "reference": target}
     assert clicked("(60, 35)", row=row)[1] == 1.0

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from bad_environment import SECONDS, TOLD, Bad, kinds
-from episode_rig import batch_of, rig_of, stage_of
+from episode_rig import batch_of, limits_of, rig_of, stage_of
 from PIL import Image
 from tiny_models import checkpoint_of
 
@@ -28,7 +28,6 @@ from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
 from lightrft_visual.rollout.environment_pool import ProcessHost, runs_apart
 from lightrft_visual.rollout.environment_process import EpisodeServer, pack, unpack
 from lightrft_visual.rollout.environments import Action, EnvironmentFailure, Observation, StepResult, ToolCall
-from lightrft_visual.rollout.episodes import EpisodeLimits
 
 FILE = Path(__file__).with_name("bad_environment.py")
 SETTINGS = SamplingSettings(n=1, max_new_tokens=60)  # so that turns end by themselves
@@ -45,7 +44,7 @@ def episodes_of(rig, kinds: list[str]) -> tuple[list[Rollout], float]:
     """An episode of three turns with an environment of each kind; and the seconds that it took to end them all."""
     before = os.getcwd(), dict(os.environ)
     host = ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad", env_timeout=SECONDS))
-    stage = stage_of(rig, limits=EpisodeLimits(3, 400))
+    stage = stage_of(rig, limits=limits_of(3, 400))
     stage.host = host
     messages = [[{"role": "user", "content": [{"type": "text", "text": kind}]}] for kind in kinds]
     batch = replace(batch_of([0] * len(kinds), images=False), messages=messages)
@@ -214,6 +213,8 @@ def test_tools_by_path_run_apart(tmp_path):
     [
         ({"environment": "my.py:Env"}, True), ({"environment": "zoom"}, False), ({"tools": "a.py:f, b.py:g"}, True),
         ({"environment": "python:Env"}, False), ({"environment": "my.py:Env", "tools": "python:f"}, False),
+        ({"environment": "tools", "tools": "a.py:f"}, True),
+        ({"environment": "zoom", "tools": "a.py:f"}, False),  # one of a plug-in may take tools
     ],
 )  # fmt: skip
 def test_what_is_named_by_path_runs_apart(config, apart):

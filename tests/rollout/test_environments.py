@@ -16,6 +16,8 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.given import give
 from lightrft_visual.rollout.environment_threads import LOOPS, ThreadHost
 from lightrft_visual.rollout.environments import (
+    CUT,
+    LONGEST_TEXT,
     Action,
     Environment,
     EnvironmentFailure,
@@ -105,6 +107,15 @@ def test_a_step_of_another_form_is_a_failure_of_the_environment(given, told):
     assert StepResult.of((object(), 1, True, None)) == (None, 1.0, True, {})  # the last observation is not read
 
 
+def test_long_text_of_a_tool_is_cut_in_the_middle_and_that_of_an_environment_is_a_failure():
+    told = "a" * LONGEST_TEXT + "b"
+    (message,) = Observation.of({"role": "tool", "content": told}).messages
+    text = message["content"][0]["text"]
+    assert len(text) <= LONGEST_TEXT and CUT in text and (text[0], text[-1]) == ("a", "b")
+    with pytest.raises(EnvironmentFailure, match="is too long"):
+        Observation.of(told)
+
+
 def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("class Mine:\n    def step(self, action):\n        return None, 0.0, True, {}\n")
@@ -116,6 +127,18 @@ def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
         environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))()
     with pytest.raises(ConfigError, match="cannot be made: missing a required argument: 'tools'"):
         environment_factory(EpisodeConfig(environment="tools"))
+
+
+def test_a_file_that_is_named_for_an_environment_and_its_tools_is_executed_once(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Mine:\n    def __init__(self, tools):\n        self.tools = tools\n    def step(self, action):\n"
+        "        return None, 0.0, True, {}\n\ndef search():\n    ...\n\ndef read():\n    ...\n"
+    )
+    config = EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:search, {path}:read")
+    search, read = environment_factory(config)().tools
+    assert search.function.__globals__ is read.function.__globals__
+    assert environment_factory(config)().tools[0].function is not search.function  # another run's is loaded anew
 
 
 class Options(Environment):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import Rig
-from episode_rig import batch_of, most_begun, rig_of, stage_of
+from episode_rig import batch_of, limits_of, most_begun, rig_of, stage_of
 from PIL import Image
 from replay_cases import items_equal
 from tiny_models import begin_with_bos, checkpoint_of, clip, inputs_of, picture
@@ -40,7 +40,6 @@ from lightrft_visual.rollout.environments import (
     StepResult,
     ToolCall,
 )
-from lightrft_visual.rollout.episodes import EpisodeLimits
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.tools import ToolEnvironment
 from lightrft_visual.trainer.vl.evaluation import gold_scores
@@ -195,7 +194,7 @@ def test_films_of_observations_are_placed_in_time_as_the_trainer_places_them(roo
 
 def test_a_model_without_images_reads_texts_and_fails_on_images(root):
     rig = rig_of(checkpoint_of(root, "qwen2"))
-    talk = stage_of(rig, Endless, limits=EpisodeLimits(3, 400)).generate(batch_of([1], images=False), SETTINGS)
+    talk = stage_of(rig, Endless, limits=limits_of(3, 400)).generate(batch_of([1], images=False), SETTINGS)
     assert any(len(each.episode.turns) > 1 for each in talk)
     assert rig.apart(talk, SETTINGS) <= 1e-5
     shown = stage_of(rig).generate(batch_of([4], images=False), SETTINGS)
@@ -248,11 +247,11 @@ def test_a_step_that_fails_masks_the_sample_and_no_other(rig, what):
 
 def test_a_failure_ends_the_episode_or_the_run_where_the_policy_says_so(rig):
     environment = bad(lambda: _raise(KeyError("x")))
-    ended = stage_of(rig, environment, limits=EpisodeLimits(6, 400, "end")).generate(batch_of([1]), SETTINGS)
+    ended = stage_of(rig, environment, limits=limits_of(6, 400, "end")).generate(batch_of([1]), SETTINGS)
     assert any(each.episode.failure for each in ended) and all(each.valid for each in ended)
     assert all(each.episode.reward == 0.5 * (len(each.episode.turns) > 0) for each in ended if each.episode.failure)
     with pytest.raises(RolloutError, match="on_environment_error stop"):
-        stage_of(rig, environment, limits=EpisodeLimits(6, 400, "stop")).generate(batch_of([1]), SETTINGS)
+        stage_of(rig, environment, limits=limits_of(6, 400, "stop")).generate(batch_of([1]), SETTINGS)
 
 
 class Drops:
@@ -284,10 +283,10 @@ def test_an_engine_that_gives_another_number_of_completions_is_an_error(rig, tur
 
 
 def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
-    by_turns = stage_of(rig, Endless, limits=EpisodeLimits(2, 4000)).generate(batch_of([1]), SETTINGS)
+    by_turns = stage_of(rig, Endless, limits=limits_of(2, 4000)).generate(batch_of([1]), SETTINGS)
     assert all(len(each.episode.turns) <= 2 and each.truncated for each in by_turns)
     assert any(len(each.episode.turns) == 2 for each in by_turns)
-    by_tokens = stage_of(rig, Endless, limits=EpisodeLimits(9, 150)).generate(batch_of([1]), SETTINGS)
+    by_tokens = stage_of(rig, Endless, limits=limits_of(9, 150)).generate(batch_of([1]), SETTINGS)
     assert all(len(each.token_ids) <= 150 and each.truncated for each in by_tokens)
     assert all(each.episode.turn_ids[-1] == len(each.episode.turns) - 1 for each in by_tokens)
 
@@ -295,7 +294,7 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
 def test_a_first_observation_without_room_for_an_answer_is_told_once(rig, caplog):
     warn_once.cache_clear()
     for tokens in (400, 30, 30):
-        stage_of(rig, Endless, limits=EpisodeLimits(9, tokens)).generate(batch_of([1]), SETTINGS)
+        stage_of(rig, Endless, limits=limits_of(9, tokens)).generate(batch_of([1]), SETTINGS)
     (told,) = (each.getMessage() for each in caplog.records if "leaves no room" in each.getMessage())
     assert "max_episode_tokens (30)" in told
 
@@ -316,7 +315,7 @@ def test_a_row_has_its_reference_and_a_seed_that_differs_by_sample_unless_the_da
 
 
 def test_a_long_observation_is_cut_in_the_middle(rig):
-    rollouts = stage_of(rig, Endless, limits=EpisodeLimits(2, 4000), most_tokens=20).generate(batch_of([1]), SETTINGS)
+    rollouts = stage_of(rig, Endless, limits=limits_of(2, 4000), most_tokens=20).generate(batch_of([1]), SETTINGS)
     for rollout in rollouts:
         text = rig.checkpoint.tokenizer.decode(rollout.token_ids)
         assert len(rollout.episode.turns) < 2 or ("go on" in text and "[...]" in text)
@@ -362,7 +361,7 @@ def test_samples_that_begin_with_one_image_that_was_painted_over_meanwhile_have_
         screen.paste((next(levels), 0, 0), (0, 0, 56, 56))
         return [screen]
 
-    stage = stage_of(rig, one_step(paints), limits=EpisodeLimits(2, 40, environments=1))
+    stage = stage_of(rig, one_step(paints), limits=limits_of(2, 40, environments=1))
     rollouts = stage.generate(seeing(1), SETTINGS)
     assert [each.prompt.images[-1].getpixel((0, 0))[0] for each in rollouts] == [0, 1, 2]
 
@@ -549,6 +548,8 @@ def test_a_call_that_spells_marks_of_images_is_answered_by_its_error_without_the
     assert "there is no tool ''" in answer(ToolCall("<|image_pad|>"))
     assert "box: Missing required argument; <3>: Unexpected" in answer(ToolCall("look", {"<|image_pad|><3>": 1}))
     assert "error: malformed call: go" in answer(ToolCall("", {}, "malformed call: <|vision_start|>go"))
+    user = Observation.of("error: there is no tool '<|image_pad|>'")  # as clients of OpenEnv answer
+    assert "no tool ''" in rig.checkpoint.tokenizer.decode(renderer.added(user, "it").token_ids)
     with pytest.raises(EnvironmentFailure, match="holds <.image_pad.>"):  # a tool's own text
         answer(ToolCall("look", {"box": [1]}))
 
@@ -652,14 +653,14 @@ def test_between_turns_stands_what_the_template_writes_and_reward_functions_get_
 
 
 def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig, rollouts):
-    stage, finished = stage_of(rig, limits=EpisodeLimits(6, 400, environments=4)), []
+    stage, finished = stage_of(rig, limits=limits_of(6, 400, environments=4)), []
     begun = most_begun(stage)
     requests = stage.requests(batch_of(TURNS))
     few = stage.draw(requests, SETTINGS, finished=lambda first, group: finished.append((first, len(group))))
     assert begun == [3, 0]  # one prompt after the other, with all of its samples
     assert [each.token_ids for each in few] == [each.token_ids for each in rollouts]
     assert sorted(finished) == [(0, 3), (3, 3), (6, 3), (9, 3)]
-    stage = stage_of(rig, limits=EpisodeLimits(6, 400, environments=2))  # less than the samples of a prompt
+    stage = stage_of(rig, limits=limits_of(6, 400, environments=2))  # less than the samples of a prompt
     begun = most_begun(stage)
     assert [each.token_ids for each in stage.draw(requests, SETTINGS)] == [each.token_ids for each in rollouts]
     assert begun == [2, 0]

@@ -113,7 +113,10 @@ def test_a_text_that_a_tokenizers_template_rendered_gets_no_special_token_beside
     data = MultimodalDataProcessor(tokenizer, None, 512)
     (rendered,) = data.features(PromptBatch.of([text], messages=[messages]))
     assert (
-        rendered.token_ids == data.unexpanded(rendered) == data.difference(text, [], [], "reset", whole=True)[0] == own
+        rendered.token_ids
+        == data.unexpanded(rendered)
+        == data.difference(text, [], [], "reset", whole=True).token_ids
+        == own
     )
     (raw,) = data.features(PromptBatch.of(["where?"], messages=[None]))
     assert raw.token_ids == tokenizer("where?")["input_ids"]

@@ -135,6 +135,8 @@ def test_calls_are_read_as_glm_gemma_mistral_and_lfm_write_them(text, form, call
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
         ({"type": ["string", "array"]}, "[1]", [1]), ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
         ({"type": ["string", "integer"]}, "true", "true"), ({"type": "integer"}, "12", 12), ({}, "12", 12),
+        ({"type": "boolean"}, "False", False), ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "string"}, "True", "True"), ({"type": "boolean"}, "no", "no"),
     ],
 )  # fmt: skip
 def test_argument_without_quotes_is_of_the_types_that_its_schema_names(hint, written, value):
@@ -221,6 +223,32 @@ def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
     calls = parse_tool_calls(around.format(repeated * (300_000 // len(repeated))))
     assert time.process_time() - started < 3.0  # quadratic readers took 8 to 1,000 seconds
     assert len(calls) < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("I look.\n<function=a>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>", ["a"]),
+        ("<function=a></function>\n</tool_call>\n<tool_call><function=b>\n</function></tool_call>", ["a", "b"]),
+        ("<tool_call>\n<function=a>\n</function>\n<function=b>\n</function>\n</tool_call>", ["a", "b"]),
+        ("I could ask <function=a> here, and <function=b>.", []),
+    ],
+)
+def test_functions_without_a_mark_or_several_behind_one_are_calls_in_their_form(text, names):
+    calls = parse_tool_calls(text, "qwen_xml")
+    assert [(call.name, call.error) for call in calls] == [(name, None) for name in names]
+    inner = "<tool_call><function=a><parameter=x>\n<function=b>\n</function>\n</parameter></function></tool_call>"
+    assert [call.arguments for call in parse_tool_calls(inner, "qwen_xml")] == [{"x": "<function=b>\n</function>"}]
+
+
+@pytest.mark.parametrize("begin", ["", "<think>\n"])
+def test_calls_and_marks_in_thoughts_that_have_ended_are_no_calls(begin):
+    call = ToolCall("write", {"text": "<think>a</think>"}, None)
+    for form in ("hermes", "glm", "auto", "json"):
+        asked, weighed = (rendered(own, "json" if form == "json" else "hermes") for own in (call, ToolCall("zoom")))
+        assert parse_tool_calls(f"{begin}Is <tool_call> of use, or {weighed}?</think>It is red.", form) == []
+        assert parse_tool_calls(f"{begin}I need it.</think>{asked}", form) == [call]
+        assert parse_tool_calls(begin + asked, form) == [call]
 
 
 def test_marks_of_glm_inside_json_are_text():

@@ -129,8 +129,18 @@ def fails() -> str:
     raise KeyError("no such thing")
 
 
+def exits() -> str:
+    """Leave."""
+    raise SystemExit(2)
+
+
+async def cancelled() -> str:
+    """Be given up."""
+    raise asyncio.CancelledError
+
+
 def step_of(*calls: ToolCall, text: str = ""):
-    environment = ToolEnvironment([crop, later, parts, fails, find])
+    environment = ToolEnvironment([crop, later, parts, fails, find, exits, cancelled])
     environment.reset({"prompt": "what is it?"})
     return environment.step(Action(text, [1], list(calls)))
 
@@ -201,6 +211,8 @@ def test_result_is_said_as_json_says_it_and_arrays_of_pixels_are_images(result, 
         (ToolCall("crop", {}, None), "crop: box: Missing required argument"),
         (ToolCall("crop", {"box": [1], "colour": 1}, None), "crop: colour: Unexpected keyword argument"),
         (ToolCall("fails", {}, None), "fails raised KeyError: 'no such thing'"),
+        (ToolCall("exits"), "exits called sys.exit(2)"),
+        (ToolCall("cancelled"), "cancelled raised CancelledError"),
         (ToolCall("", {}, "malformed call: {"), "malformed call: {"),
     ],
 )

@@ -94,11 +94,11 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-def _limited(function: Callable[..., Any], largest: int) -> Callable[..., Any]:
-    """The function for integers up to a limit: larger ones would take long."""
+def _limited(function: Callable[..., Any], largest: int, first: int = 0) -> Callable[..., Any]:
+    """The function for integers up to a limit, of the arguments from `first` on: larger ones would take long."""
 
     def call(*arguments: int) -> Any:
-        if any(abs(each) > largest for each in arguments):
+        if any(abs(each) > largest for each in arguments[first:]):
             raise ValueError(f"{function.__name__} takes numbers up to {largest}")
         return function(*arguments)
 
@@ -108,6 +108,6 @@ def _limited(function: Callable[..., Any], largest: int) -> Callable[..., Any]:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "ceil": math.ceil, "comb": _limited(math.comb, 1000), "cos": math.cos, "exp": math.exp,
     "factorial": _limited(math.factorial, 400), "floor": math.floor, "gcd": math.gcd, "log": math.log,
-    "log10": math.log10, "max": max, "min": min, "pow": _power, "round": round, "sin": math.sin, "sqrt": math.sqrt,
-    "sum": sum, "tan": math.tan,
+    "log10": math.log10, "max": max, "min": min, "pow": _power, "round": _limited(round, 400, 1),
+    "sin": math.sin, "sqrt": math.sqrt, "sum": sum, "tan": math.tan,
 }  # fmt: skip

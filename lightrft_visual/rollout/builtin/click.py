@@ -13,7 +13,8 @@ from .zoom import in_pixels
 
 ARM = 0.06  # of the cross at a missed point, in shares of the shorter side
 INK = (255, 0, 255)
-POINT = re.compile(r"[(\[]\s*(-?\d+(?:\.\d+)?)\s*,\s*(-?\d+(?:\.\d+)?)\s*[)\]]")
+NUMBER = r"-?(?:\d+\.?\d*|\.\d+)"
+POINT = re.compile(rf"[(\[]\s*({NUMBER})\s*,\s*({NUMBER})\s*[)\]]")
 
 
 class Click(ToolEnvironment):
@@ -32,7 +33,7 @@ class Click(ToolEnvironment):
         super().reset(row)
         self.screen = load_image((row.get("images") or [None])[0])
         target = row.get("target", row.get("reference"))
-        numbers = [float(each) for each in re.findall(r"-?\d+\.?\d*", target)] if isinstance(target, str) else target
+        numbers = [float(each) for each in re.findall(NUMBER, target)] if isinstance(target, str) else target
         if numbers is None or len(numbers) != 4:
             raise ValueError(f"the row's target is {target!r}; it is left, top, right, bottom")
         self.target = in_pixels(numbers, self.screen.size)

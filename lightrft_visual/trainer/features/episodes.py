@@ -38,6 +38,7 @@ class EpisodesHook(StepHook):
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """Says what failed. A collective. Raises RolloutError, on all ranks alike."""
+        collectives.meet()  # one rank's environments may take minutes longer than another's
         failures = [r.episode.failure for r in rollouts if r.episode is not None and r.episode.failure is not None]
         counted = Counter(failure.partition("\n")[0] for failure in failures).most_common(SHOWN_FAILURES)
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)

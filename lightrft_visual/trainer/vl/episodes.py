@@ -17,7 +17,7 @@ from ...rollout.engine import RolloutStage
 from ...rollout.environment_pool import ProcessHost, runs_apart
 from ...rollout.environment_threads import ThreadHost
 from ...rollout.environments import EnvironmentHost, awaited_value, environment_factory, is_reusable
-from ...rollout.episodes import EpisodeLimits, EpisodeStage
+from ...rollout.episodes import EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.tool_calls import parse_tool_calls, tool_call_format
 from ...rollout.tools import ToolEnvironment
@@ -133,19 +133,12 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
         host = ProcessHost(episodes)
     else:  # an object of this program, which another process cannot load
         host = ThreadHost(environment_factory(episodes), episodes.env_timeout, checkpoint.environment)
-    limits = EpisodeLimits(
-        episodes.max_turns,
-        config.response_max_len,
-        episodes.on_environment_error,
-        episodes.turn_gamma,
-        episodes.max_environments,
-    )
     form, tools = tool_call_format(_template(checkpoint)), checkpoint.tools
     parse = partial(parse_tool_calls, form=form, tools=tools) if tools else None
 
     def stage(engine: Any, data: MultimodalDataProcessor, run_seed: int) -> EpisodeStage:
         renderer = _renderer(config, checkpoint, data)
-        return EpisodeStage(engine, data, run_seed, host, renderer, limits, parse)
+        return EpisodeStage(engine, data, run_seed, host, renderer, episodes, config.response_max_len, parse)
 
     return stage
 

@@ -179,6 +179,7 @@ class Evaluation:
         """Scored responses to this rank's real prompts, and what gold says of each. The others are scored as well: a
         rank may have none but those. A collective."""
         rollouts = self.maker.sample(batch, settings, "eval", self.seed)
+        collectives.meet()  # as of steps: environments take times of their own
         self.maker.judge(rollouts)
         if gold is not None and gold.uses_device:
             self.maker.sleep(keep_weights=True)

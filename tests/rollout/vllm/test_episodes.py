@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 from engine_rig import enders, vllm_rig
-from episode_rig import Scripted, batch_of, most_begun, stage_of
+from episode_rig import Scripted, batch_of, limits_of, most_begun, stage_of
 from tiny_models import IMAGE, checkpoint_of, inputs_of
 
 from lightrft_visual.experience.rollouts import SamplingSettings, collate
-from lightrft_visual.rollout.episodes import EpisodeLimits
 
 SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
 
@@ -58,7 +57,7 @@ def test_the_engine_goes_on_as_before_after_an_episode_that_stops_the_call(rig):
         def step(self, action):
             raise KeyError("x")
 
-    stage = stage_of(rig, Breaks, limits=EpisodeLimits(6, 400, "stop"))
+    stage = stage_of(rig, Breaks, limits=limits_of(6, 400, "stop"))
     with pytest.raises(Exception, match="on_environment_error stop"):
         stage.generate(episodes_of(rig, [2] * 4), SETTINGS)
     assert rig.apart(stage_of(rig).generate(episodes_of(rig, [2, 3]), SETTINGS), SETTINGS) <= 1e-5
@@ -67,7 +66,7 @@ def test_the_engine_goes_on_as_before_after_an_episode_that_stops_the_call(rig):
 @only_one
 def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig):
     batch, finished = episodes_of(rig, [1, 2, 4, 3]), []
-    stage = stage_of(rig, limits=EpisodeLimits(6, 400, environments=5))
+    stage = stage_of(rig, limits=limits_of(6, 400, environments=5))
     begun = most_begun(stage)
     few = stage.draw(
         stage.requests(batch), SETTINGS, finished=lambda first, group: finished.append((first, len(group)))

@@ -16,6 +16,7 @@ from lightrft_visual.experience.rollouts import (
     PromptFeatures,
     Rollout,
     Rollouts,
+    SamplingSettings,
     Turn,
     collate,
     release_media,
@@ -30,6 +31,7 @@ from lightrft_visual.observe.report.data import Thumbnails
 from lightrft_visual.observe.report.examples import card
 from lightrft_visual.rollout.parity import ParityGate, RolloutCheck
 from lightrft_visual.trainer.features.episodes import EpisodesHook, add_episode_metrics, build
+from lightrft_visual.trainer.vl.evaluation import Evaluation
 from lightrft_visual.trainer.vl.updates import token_names
 
 
@@ -120,6 +122,21 @@ def test_a_step_whose_environments_mostly_fail_ends_the_run_with_the_reasons(cap
     assert "no server (1 of 2 episodes)" in caplog.text
     with pytest.raises(RolloutError, match="2 of 3 environments failed .*no server"):
         hook.on_rollouts(Rollouts([rollout(), broken, broken]))
+
+
+def test_ranks_meet_behind_episodes_before_the_first_collective_of_a_step_or_evaluation(monkeypatch):
+    done = []
+    monkeypatch.setattr("lightrft_visual.runtime.collectives.meet", lambda: done.append("met"))
+    monkeypatch.setattr("lightrft_visual.runtime.collectives.all_reduce_sum", lambda own: done.append("sum") or own)
+    EpisodesHook(None, most_failures=0.5).on_rollouts(Rollouts([rollout()]))
+    maker = SimpleNamespace(
+        sample=lambda *_: done.append("drawn") or [], judge=lambda _: done.append("judged"),
+        settings=SimpleNamespace(micro_batch_size=1), rewards=None,
+    )  # fmt: skip
+    prompts = SimpleNamespace(labels=[], captions=[])
+    sampled = SamplingSettings(n=1)
+    Evaluation(maker, prompts, sampled, sampled, 0, 0)._rollouts(prompts, [], sampled, None)
+    assert done == ["met", "sum", "drawn", "met", "judged"]
 
 
 def test_a_step_whose_failures_end_episodes_with_their_reward_goes_on(caplog):

@@ -14,6 +14,7 @@ import torch
 from ....data.media import Video
 from ....experience.rollouts import Completion, Episode, PromptFeatures, SamplingSettings, Turn
 from ....experience.vision import InParts, VisionTensors, parts_of
+from ....runtime.files import to_json
 from .episodes import HeldEpisode
 
 Plain = dict[str, Any]
@@ -79,8 +80,9 @@ class InFlight(Mapping[str, Any]):
         if any(future.exception() is not None for future in batch.futures):
             return None
         made = list(batch.completions(self.tell))
-        episodes = [one.episode for own in made for one in own if isinstance(one, HeldEpisode)]
-        if any(medium is None for own in episodes for medium in (*own.images, *own.videos)):
+        held = [one for own in made for one in own if isinstance(one, HeldEpisode)]
+        owners = [own for one in held for own in (one.episode, one.prompt) if own is not None]
+        if any(medium is None for own in owners for medium in (*own.images, *own.videos)):
             return None
         return {"asked": batch.asked, "made": [[_plain(one) for one in own] for own in made]}
 
@@ -120,9 +122,7 @@ def _completion(plain: Plain, prompt: PromptFeatures) -> Completion:
 
 
 def _plain_episode(own: Episode) -> Plain:
-    infos = [{str(name): value for name, value in turn.info.items()} for turn in own.turns]
-    plain = json.loads(json.dumps(infos, default=str))
-    turns = [{**vars(turn), "info": info} for turn, info in zip(own.turns, plain)]
+    turns = [{**vars(turn), "info": json.loads(to_json(turn.info))} for turn in own.turns]
     media = {"turns": turns, "turn_ids": torch.tensor(own.turn_ids), "vision": [_tensors(each) for each in own.vision]}
     return {**vars(own), **media, "videos": [tuple(each) for each in own.videos]}
 

@@ -33,7 +33,10 @@ def patches(count: int) -> dict[str, torch.Tensor]:
 
 def held() -> HeldEpisode:
     seen = [{"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "closer"}]}]
-    turns = [Turn("zoom", 0.1, seen, [("zoom", None), ("crop", "none such")], {"at": (3, 0.5)}), Turn("a dog", 1.5)]
+    turns = [
+        Turn("zoom", 0.1, seen, [("zoom", None), ("crop", "none such")], {"at": (3, 0.5), 1: {(0, 0): "x"}}),
+        Turn("a dog", 1.5),
+    ]
     vision = [VisionTensors([patches(3)]), VisionTensors([InParts([patches(2), patches(5)])])]
     clip = Video(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3), {"fps": 2.0, "frames_indices": [1]})
     media = {"images": [Image.new("RGB", (5, 3), "green")], "videos": [clip], "vision": vision}
@@ -59,7 +62,7 @@ def test_responses_come_back_as_they_were_from_a_file(tmp_path):
         assert np.array_equal(back.episode.videos[0].frames, own.episode.videos[0].frames)
         assert back.episode.videos[0].metadata == own.episode.videos[0].metadata
         assert back.episode.vision == own.episode.vision
-        own.episode.turns[0].info = {"at": [3, 0.5]}  # a list, as JSON has it
+        own.episode.turns[0].info = {"at": [3, 0.5], "1": {"(0, 0)": "x"}}  # a list and names, as JSON has them
         assert back.episode.turns == own.episode.turns and back.episode.turn_ids == own.episode.turn_ids
         assert (back.episode.gamma, back.episode.failure, back.episode.failed) == (0.9, "it broke", True)
     assert two.prompt is None and (one.prompt.text, one.prompt.token_ids, one.prompt.reference) == ("A", [3, 4, 6], "x")
@@ -100,20 +103,22 @@ def test_what_is_asked_otherwise_is_drawn_again(pool_of, prompts, settings):
 def test_a_batch_that_failed_or_has_lost_its_images_is_drawn_again_and_the_next_one_is_kept(pool_of):
     broken: Future = Future()
     broken.set_exception(RuntimeError("no server"))
-    used = held()
+    used, begun = held(), held()
     used.episode.images = [None]
+    begun.prompt.images = [None]  # of a reset
     last = [Completion([1], None, "kept", False, [5])] * 2
     batches = [
         Begun({}, [done(([], 1)), broken]),
         Begun({}, [done(([[used]], 1))]),
+        Begun({}, [done(([[begun]], 1))]),
         Begun(asked_for(PROMPTS[1:], SETTINGS), [done(([last], 1))]),
     ]
     state = InFlight(batches, lambda own, _: own)
-    assert [each is None for each in state["begun"]] == [True, True, False]
+    assert [each is None for each in state["begun"]] == [True, True, True, False]
     pool = pool_of([])
     engine = RemoteEngine(SimpleNamespace(pool=pool), ahead=True)
     engine.load_state_dict(state)
-    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:1], PROMPTS[1:]):
         engine.begin(prompts, SETTINGS)
     assert [each.text for each in engine.generate(PROMPTS[1:], SETTINGS)[0]] == ["kept"] * 2
 
