@@ -310,14 +310,13 @@ class DiffusionSampler:
         sigmas = self.schedule(model, latent_shape)[1].double()
         nothing, following = torch.zeros_like(sigmas), torch.cat([sigmas[1:], sigmas.new_zeros(1)])
         std = transition(nothing, nothing, sigmas, following, self.noise.noise_level, rule=self.rule(model))[1]
-        starts = window_starts(self.config.moving_steps, self.noise)
-        std = std.where(sum(self.stochastic_steps(start) for start in starts) > 0, 0.0)
-        step = int(std.argmax())
-        if std[step] > MOST_NOISE:
+        drawn = sum(self.stochastic_steps(start) for start in window_starts(self.config.moving_steps, self.noise)) > 0
+        most, step = std.where(drawn, 0.0).max(dim=0)
+        if most > MOST_NOISE:
             logger.warning(
                 "the step from sigma %.4g to %.4g adds noise of deviation %.3g, where noise alone has 1: what "
                 "is drawn may stay noise. Begin the schedule at sigma 1, or take smaller steps or a lower noise_level",
-                sigmas[step], following[step], std[step],
+                sigmas[step], following[step], most,
             )  # fmt: skip
 
     @torch.no_grad()
