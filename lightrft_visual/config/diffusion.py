@@ -272,9 +272,8 @@ class DiffusionRunConfig(Section):
         idle.check_diffusion(self.algorithm, self.data)
         self._check_coupled()
         self._check_trajectory()
-        self._check_family()
-        named = registry.diffusion_families[self.model.family].prediction if self.model.family != "auto" else None
-        self.check_schedule(self.algorithm.entry.prediction or named)
+        family, embedded = self.model.family, "flow" if self.model.pretrain == EMBEDDED else None
+        self.check_prediction(embedded if family == "auto" else registry.diffusion_families[family].prediction)
         require(
             (self.model.teacher_pretrain is not None) == self.algorithm.entry.teacher,
             "teacher_pretrain names the model that diffusion_algorithm diffusion_opd learns from: give both, or none",
@@ -440,23 +439,20 @@ class DiffusionRunConfig(Section):
         require(not algorithm.gdpo, told)
         require(n % 2 == 0, f"pairs are made of n_samples_per_prompt samples: {n} must be even")
 
-    def _check_family(self) -> None:
-        """auto on another path is checked once the pipeline is known; the embedded auto is a flow model."""
-        algorithm, family = self.algorithm.entry, self.model.family
-        if algorithm.prediction is None or (family == "auto" and self.model.pretrain != EMBEDDED):
-            return
-        found = "flow" if family == "auto" else registry.diffusion_families[family].prediction
-        fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]
-        others = [each.name for each in registry.diffusion_algorithms if each.prediction in (found, None)]
-        require(
-            found == algorithm.prediction,
-            f"{algorithm.name} trains models that predict {MEANING[algorithm.prediction]}, not family {family}; set "
-            f"model.family to: {', '.join(fitting)}, or use diffusion_algorithm {' or '.join(others)}",
-        )
-
-    def check_schedule(self, prediction: str | None) -> None:
-        """Raise ConfigError for a schedule or trajectory that no model of this prediction follows; None: not known."""
-        if prediction != "epsilon":
+    def check_prediction(self, found: str | None) -> None:
+        """Raise ConfigError for an algorithm, schedule or trajectory that no model which predicts `found` follows;
+        None: not known yet."""
+        wanted = self.algorithm.entry.prediction
+        if None not in (wanted, found):
+            fitting = [each.name for each in registry.diffusion_families if each.prediction == wanted]
+            others = [each.name for each in registry.diffusion_algorithms if each.prediction in (found, None)]
+            require(
+                wanted == found,
+                f"{self.algorithm.entry.name} trains models that predict {MEANING[wanted]}, and this one predicts "
+                f"{MEANING[found]}: use one of family {', '.join(fitting)}, or diffusion_algorithm "
+                f"{' or '.join(others)}",
+            )
+        if (wanted or found) != "epsilon":
             return
         s, name = self.sampling, self.algorithm.diffusion_algorithm
         require(

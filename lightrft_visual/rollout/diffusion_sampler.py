@@ -7,6 +7,7 @@ log-probs exactly.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -25,13 +26,16 @@ from ..experience.diffusion_sampling import (
     check_noise,
 )
 from ..models.diffusion.layers import flow_match_schedule, stock_flow_match_schedule, upcast
+from ..runtime import collectives
 from ..runtime.host_copies import pinned, to_device
 from ..runtime.seeding import derive_seed
 
 if TYPE_CHECKING:
     from ..models.diffusion.families.base import DiffusionFamily
 
+logger = logging.getLogger(__name__)
 T = torch.Tensor
+MOST_NOISE = 1.5  # deviation that a step adds
 
 
 class Step(NamedTuple):
@@ -134,7 +138,7 @@ def flow_grpo_diffusion(sigma: T, sigma_next: T, noise_level: float) -> T:
         sigma_next: (B, 1, …) where they go; divides at sigma = 1.
         noise_level: Flow-GRPO's `a`.
     """
-    remaining = torch.where(sigma >= 1, 1 - sigma_next, 1 - sigma)
+    remaining = torch.where(sigma > 1 - 1e-6, 1 - sigma_next, 1 - sigma)  # shifts in fp32 give 0.9999998 for 1
     return noise_level * (sigma / remaining).sqrt()
 
 
@@ -298,6 +302,22 @@ class DiffusionSampler:
         if not self.config.stochastic:
             return torch.zeros_like(steps, dtype=torch.bool)
         return (steps >= start) & (steps < start + (self.noise.window_size or last)) & (steps < last)
+
+    def say_noise(self, model: VelocityModel, latent_shape: tuple[int, ...]) -> None:
+        """Warn where a step that is drawn adds far more noise than there is at sigma 1: later ones leave some of it."""
+        if not self.config.stochastic or not collectives.is_rank_0():
+            return
+        sigmas = self.schedule(model, latent_shape)[1].double()
+        nothing, following = torch.zeros_like(sigmas), torch.cat([sigmas[1:], sigmas.new_zeros(1)])
+        std = transition(nothing, nothing, sigmas, following, self.noise.noise_level, rule=self.rule(model))[1]
+        drawn = sum(self.stochastic_steps(start) for start in window_starts(self.config.moving_steps, self.noise)) > 0
+        most, step = std.where(drawn, 0.0).max(dim=0)
+        if most > MOST_NOISE:
+            logger.warning(
+                "the step from sigma %.4g to %.4g adds noise of deviation %.3g, where noise alone has 1: what "
+                "is drawn may stay noise. Begin the schedule at sigma 1, or take smaller steps or a lower noise_level",
+                sigmas[step], following[step], most,
+            )  # fmt: skip
 
     @torch.no_grad()
     def sample(

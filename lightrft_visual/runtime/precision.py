@@ -52,14 +52,16 @@ class FP32Kept:
         self._values.clear()
 
     def warn(self, dtype: torch.dtype) -> None:
-        """Say once which named weights compute in the run's precision `dtype` though they train."""
-        cast = [name for name, weight in self._named.items() if weight.requires_grad and weight.dtype == dtype]
+        """Say once which named weights compute in the run's precision `dtype`: they train, or were loaded to."""
+        cast = {name: weight.requires_grad for name, weight in self._named.items() if weight.dtype == dtype}
         if cast and dtype != torch.float32 and collectives.is_rank_0():
+            frozen = " So does --trainable_models without the networks that do not train here."
             logger.warning(
-                "%d weights that the model keeps in fp32 (%s) compute in %s while they are trained, as ZeRO-3 has one "
-                "precision for all that it trains; the optimizer has them in fp32. --zero_stage 2, --lora_rank and a "
-                "run without --bf16 leave them as they are",
+                "%d weights that the model keeps in fp32 (%s) compute in %s, as ZeRO-3 has one precision for all that "
+                "it trains; the optimizer has them in fp32. --zero_stage 2, --lora_rank and a run without --bf16 leave "
+                "them as they are.%s",
                 len(cast),
-                ", ".join(cast[:3]) + (", ..." if len(cast) > 3 else ""),
+                ", ".join([*cast][:3]) + (", ..." if len(cast) > 3 else ""),
                 str(dtype).removeprefix("torch."),
+                "" if all(cast.values()) else frozen,
             )

@@ -48,8 +48,8 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--guidance_scale", "1", "--guidance_scale_2", "3"], "leave guidance_scale_2 3.0 out"),
         (["--eval_samples_per_prompt", "8"], "belongs to vision-language runs"),
         (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
-        (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "set model.family to: sd15"),
-        (["--family", "sd15"], "use diffusion_algorithm ddpo or dpok"),
+        (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "use one of family sd15, or"),
+        (["--family", "sd15"], "or diffusion_algorithm ddpo or dpok"),
         (["--diffusion_algorithm", "awm", "--family", "sd15"], "leave scheduler"),  # the embedded SD3's
         ([*AWM, "--family", "sd15", "--pretrain", "m", "--trajectory", "dance"], "by trajectory ode or sde, not dance"),
         (["--pair_data", "embedded"], "pair_data belongs to diffusion_algorithm diffusion_dpo"),

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from shipped import EXPERIMENTS, NAMES, parsed
 
+from lightrft_visual.experience.diffusion_sampling import share_of_steps
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -86,7 +88,7 @@ LAYERS = {
     "dance_grpo": {
         "noise_level": 0.3, "clip_range": 1e-4, "adv_clip_max": 5.0, "num_steps": 16, "flow_shift": 3.0,
         "n_samples_per_prompt": 12, "timestep_fraction": 0.6, "timestep_choice": "random", "same_latent": True,
-        "learning_rate": 1e-5, "l2": 1e-4,
+        "learning_rate": 1e-5, "l2": 1e-4, "guidance_scale": 3.5,
     },
     "awm": {
         "num_steps": 14, "guidance_scale": 1.0, "awm_power": 0.25, "clip_range": 1.0, "global_std": True, "beta": 1e-3,
@@ -103,7 +105,7 @@ LAYERS = {
     "mix_grpo": {
         "num_steps": 25, "noise_level": 0.7, "flow_shift": 3.0, "sde_window_size": 4, "sde_window_interval": 25,
         "sde_window_stride": 1, "same_latent": True, "n_samples_per_prompt": 12, "clip_range": 1e-4,
-        "learning_rate": 1e-5, "adv_clip_max": 5.0,
+        "learning_rate": 1e-5, "adv_clip_max": 5.0, "guidance_scale": 3.5,
     },
     "flow_dppo": {
         "num_steps": 10, "guidance_scale": 1.0, "noise_level": 0.7, "dppo_threshold": 1e-5, "sde_window_size": 3,
@@ -114,7 +116,7 @@ PUBLISHED |= {
     f"base/algorithm/diffusion/{name}": values | {"diffusion_algorithm": name} for name, values in LAYERS.items()
 }
 OWN = ["--pretrain", "m", "--prompt_data", "rows.csv"]
-TRAINED_STEPS = {"base/algorithm/diffusion/awm": 6, "base/algorithm/diffusion/diffusion_dpo": 1}
+NOISY_AND_TRAINED = {"awm": (14, 6), "dgpo": (7, 4), "diffusion_nft": (10, 9), "diffusion_dpo": (100, 1)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -124,8 +126,10 @@ def test_recipes_have_the_published_values(name: str) -> None:
     for leaf, value in PUBLISHED[name].items():
         found = [getattr(section, leaf) for section in sections if hasattr(section, leaf)]
         assert found == [pytest.approx(value)], leaf
-    if name in TRAINED_STEPS:
-        assert round(config.algorithm.timestep_fraction * config.sampling.num_steps) == TRAINED_STEPS[name]
+    layer = name.removeprefix("base/algorithm/diffusion/")
+    if layer in NOISY_AND_TRAINED:
+        noisy, trained = NOISY_AND_TRAINED[layer]
+        assert share_of_steps(noisy, config.algorithm.timestep_fraction) == trained
 
 
 def test_each_recipe_says_where_its_values_are_from_and_what_to_expect() -> None:

@@ -150,6 +150,21 @@ def test_given_schedules_are_what_the_model_is_told(given, timesteps, sigmas):
     assert result.timesteps.tolist() == timesteps and result.sigmas.tolist() == pytest.approx(sigmas)
 
 
+@pytest.mark.parametrize(
+    ("sigmas", "trajectory", "window", "said"),
+    [
+        ([0.9, 0.3, 0.01], "sde", None, "from sigma 0.9 to 0.3 adds noise of deviation 1.63"),
+        ([1.0, 0.999, 0.5, 0.1], "sde", None, "from sigma 0.999 to 0.5"),
+        ([0.9, 0.3, 0.01], "ode", None, ""), ([0.9, 0.3, 0.01], "dance", None, ""), ([1.0, 0.3, 0.01], "sde", None, ""),
+        ([0.9, 0.3, 0.1, 0.01], "sde", (1, 3), ""),
+    ],
+)  # fmt: skip
+def test_a_step_that_adds_more_noise_than_there_is_is_named(caplog, sigmas, trajectory, window, said):
+    noise = NoiseConfig(window_size=window and 1 or 0, window_range=window)
+    DiffusionSampler(SamplingConfig(sigmas=sigmas, trajectory=trajectory), noise).say_noise(Gaussian(), (2,))
+    assert said in caplog.text if said else not caplog.text
+
+
 @pytest.mark.parametrize("mapping", ({"timesteps": [900, 300, 10]}, {"num_steps": 8, "sigmas": [0.9, 0.3, 0.01]}))
 def test_a_given_schedule_says_how_many_steps_there_are(mapping):
     config = SamplingConfig.from_mapping({**mapping, "trajectory": "sde"})

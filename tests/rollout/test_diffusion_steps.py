@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +81,17 @@ def test_a_step_by_hand(rule, level, wanted, deviation):
     assert step.prev.item() == pytest.approx(wanted + deviation, abs=1e-14)
     first = sde_step(x, v, 1.0, 0.75, 0.7, rule="flow_grpo", noise=noise)  # at sigma 1 it divides by the next
     assert first.std.item() == pytest.approx(0.7 * math.sqrt(1 / 0.25) * math.sqrt(0.25), abs=1e-14)
+
+
+def test_a_first_sigma_that_a_shift_rounds_to_just_below_1_is_stepped_from_as_1_is():
+    x, v, noise = latents()
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.43)
+    scheduler.set_timesteps(10)
+    sigma, sigma_next = scheduler.sigmas[:2]
+    assert 0.9999998 < sigma < 1
+    for rounded, one in zip(sde_step(x, v, sigma, sigma_next, 0.7, noise=noise),
+                            sde_step(x, v, 1.0, sigma_next, 0.7, noise=noise)):  # fmt: skip
+        torch.testing.assert_close(rounded, one)
 
 
 @pytest.mark.parametrize("eta", (0.3, 1.0))

@@ -12,7 +12,7 @@ from torch import nn
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
-from lightrft_visual.runtime.precision import named_for_fp32
+from lightrft_visual.runtime.precision import FP32Kept, named_for_fp32
 from lightrft_visual.runtime.train_engine import TrainEngine
 
 FINE = 1 + 2**-12  # more than bf16 has
@@ -166,7 +166,7 @@ def test_a_named_part_trains_in_fp32(results, case):
 def test_zero_3_trains_it_in_bf16_and_says_so_once(results):
     types = results[0]["3"]["types"]
     assert types["norm.weight"] == "torch.bfloat16" and types["gain"] == "torch.float32"
-    told = "2 weights that the model keeps in fp32 (norm.weight, norm.bias) compute in bfloat16 while they are trained"
+    told = "2 weights that the model keeps in fp32 (norm.weight, norm.bias) compute in bfloat16, as ZeRO-3"
     assert [line.startswith(told) for line in results[0]["3"]["said"]] == [True] and results[1]["3"]["said"] == []
 
 
@@ -196,6 +196,12 @@ def test_names_are_whole_parts_of_paths():
     model = nn.ModuleDict({"language_model": Experts(), "tower": nn.Linear(2, 2)})
     assert list(named_for_fp32(model)) == ["language_model.gate.weight"]
     assert list(named_for_fp32(Experts())) == ["gate.weight"]
+
+
+def test_weights_that_were_loaded_to_be_trained_and_are_frozen_are_named_with_what_keeps_them(caplog):
+    model = Denoiser().requires_grad_(False).bfloat16()  # an expert that serves no trained step
+    FP32Kept(model, divided=True).warn(torch.bfloat16)
+    assert "3 weights" in caplog.text and "So does --trainable_models" in caplog.text
 
 
 def test_gradients_of_many_micro_batches_add_up_in_fp32(results):

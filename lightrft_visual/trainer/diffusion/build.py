@@ -112,6 +112,7 @@ def _built(
     model = TrainedVelocity(engine, policy, config.sampling.sampling_graphs)
     sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
     sampling = DiffusionSampling(model, sampler, config.sampling, config.train.seed)
+    sampler.say_noise(model, sampling.latent_shape)
     drawing = _engine(config, sampling, old)
     maker: DiffusionExperienceMaker | PairExperience
     if config.offline:

@@ -21,6 +21,7 @@ from ...errors import ConfigError, RewardError
 from ...experience.diffusion_sampling import SamplingResult
 from ...experience.rollouts import PromptBatch
 from ...experience.types import ExperienceDiffusion
+from ...experience.vision import Conditions
 from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardBatch, RewardOutput, batch_from_media
 from ...rewards.differentiable import PixelReward, check_finite, check_scores, load_differentiable, with_gradient
@@ -345,10 +346,10 @@ class PairExperience:
         """Pairs in micro-batches: finished latents (B, 1, …), advantages 1 of chosen and -1 of rejected images, and as
         group the pair."""
         with self.timer.phase("encode"):
-            self.sampling.remember(requests)
+            shared = self.sampling.shared(requests)
             size = max(1, self.sampling.settings.micro_rollout_batch_size // PAIR)
             parts = [slice(at, at + size) for at in range(0, len(requests), size)]
-            return [self._micro(requests.select(part), step) for part in parts]
+            return [self._micro(requests.select(part), shared[part], step) for part in parts]
 
     def score(self, encoded: list[ExperienceDiffusion]) -> list[ExperienceDiffusion]:
         """Which image is the better one is known."""
@@ -359,7 +360,7 @@ class PairExperience:
         return StepData(encoded)
 
     @torch.no_grad()
-    def _micro(self, requests: DrawingBatch, step: int) -> ExperienceDiffusion:
+    def _micro(self, requests: DrawingBatch, shared: list[Conditions], step: int) -> ExperienceDiffusion:
         settings, sampling = self.sampling.settings, self.sampling
         images = [image for pair in requests.images for image in pair]
         latents = sampling.model.policy.encode_images(images, settings.height, settings.width)
@@ -371,7 +372,7 @@ class PairExperience:
             group_id=requests.sample_ids.repeat_interleave(PAIR),
             sample_id=requests.sample_ids.repeat_interleave(PAIR) * PAIR + sides,
             policy_version=step,
-            shared=[each for each in sampling.shared(requests) for _ in range(PAIR)],
+            shared=[each for each in shared for _ in range(PAIR)],
         )
         experience.advantages = 1.0 - 2.0 * sides
         return experience

@@ -192,9 +192,14 @@ class DiffusionSampling:
 
     def conditions(self, requests: DrawingBatch) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and images where the family takes them."""
-        return self._on_device(self.shared(requests)) | self._on_device(self._first_frames(requests))
+        return self.on_device(self.encoded(requests))
 
-    def _on_device(self, conditions: list[Conditions]) -> Conditions:
+    def encoded(self, requests: DrawingBatch) -> list[Conditions]:
+        """The same of each sample, (1, …) on the host, for micro-batches of them: the encoders work once."""
+        return [shared | frame for shared, frame in zip(self.shared(requests), self._first_frames(requests))]
+
+    def on_device(self, conditions: list[Conditions]) -> Conditions:
+        """Of samples, as one batch."""
         return stacked(conditions, self.model.policy.device)
 
     def _first_frames(self, requests: DrawingBatch) -> list[Conditions]:
@@ -219,10 +224,6 @@ class DiffusionSampling:
     def _negative(self) -> str | None:
         return self.settings.negative_prompt if self.settings.guidance_scale > 1 else None
 
-    def remember(self, requests: DrawingBatch) -> None:
-        """Encode the texts of all rows in one turn of the text encoders, before micro-batches ask for them."""
-        self.shared(requests)
-
     def draw(
         self, requests: DrawingBatch, step: int, purpose: str = "noise", graphs: RolloutGraphs | None = None
     ) -> list[Sampled]:
@@ -242,8 +243,8 @@ class DiffusionSampling:
             graphs = None
         made = []
         for part in (slice(start, start + size) for start in range(0, len(requests), size)):
-            own = self._on_device(frames[part])
-            result = self._sampled(requests.select(part), self._on_device(shared[part]) | own, step, purpose, graphs)
+            own = self.on_device(frames[part])
+            result = self._sampled(requests.select(part), self.on_device(shared[part]) | own, step, purpose, graphs)
             made.append((result, own, shared[part]))
         decoded = policy.decode_each(result.latents for result, _, _ in made)
         drawn = [

@@ -252,11 +252,11 @@ class RewardUpdate:
         drawn: list[tuple[T, T, T]] = []  # media (B, 3, …), scores (B) and valid (B) bool, on the host
         new: list[tuple[T, DifferentiableScore]] = []  # of the present micro-batch
         host = HostCopies()
-        self.sampling.remember(requests)
+        encoded = self.sampling.encoded(requests)
         total, purpose = float(len(requests) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(requests), self.micro_batch_size):
-            part = requests.select(slice(start, start + self.micro_batch_size))
-            conditions = self.sampling.conditions(part)
+            own = slice(start, start + self.micro_batch_size)
+            part, conditions = requests.select(own), self.sampling.on_device(encoded[own])
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.family.starting_scale(float(schedule[1][0]))

@@ -565,6 +565,13 @@ def test_image_to_video_is_known_before_loading(tmp_path):
         adapter_of(str(tmp_path / "missing"))
 
 
+def test_image_to_video_with_expanded_timesteps_is_refused_as_it_is_loaded():
+    pipeline = pipeline_of("wan_i2v")
+    pipeline.register_to_config(expand_timesteps=True)
+    with pytest.raises(ConfigError, match="not built yet; use 14B"):
+        family_of(pipeline)
+
+
 @pytest.mark.parametrize("name", ["sd3", "flux2", "cosmos", "qwen_image", "qwen_image21"])
 def test_images_are_encoded_as_they_are_decoded_and_a_model_of_videos_encodes_none(name):
     if name == "sd3":

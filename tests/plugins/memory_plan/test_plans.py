@@ -569,7 +569,7 @@ def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("--diffusion_algorithm ddpo", "ddpo needs a model that predicts epsilon"),
+        ("--diffusion_algorithm ddpo", "ddpo trains models that predict noise .DDIM., and this one"),
         ("--num_frames 5", "num_frames 5 is of videos"),
         ("--source_pixels 4096", "this model edits none"),
         ("--trainable_models transformer_2", "this model has no 'transformer_2'"),

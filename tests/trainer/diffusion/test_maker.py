@@ -5,19 +5,26 @@ import weakref
 from types import SimpleNamespace
 
 import torch
+from PIL import Image
 
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore
+from lightrft_visual.algorithms.loss_terms import LossOutputs
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionSamplingConfig
+from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.opening import family_of
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
+from lightrft_visual.models.diffusion.prompt_cache import PromptCache
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
+from lightrft_visual.runtime.phase_timer import PhaseTimer
 from lightrft_visual.runtime.train_engine import StepResult
-from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
+from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience
 from lightrft_visual.trainer.diffusion.parts import records_of_drawn
 from lightrft_visual.trainer.diffusion.stages import (
     GIB,
@@ -29,7 +36,7 @@ from lightrft_visual.trainer.diffusion.stages import (
     joined_media,
 )
 from lightrft_visual.trainer.diffusion.trainer import DiffusionTrainer
-from lightrft_visual.trainer.diffusion.updates import ReplayUpdate
+from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, RewardUpdate
 from lightrft_visual.trainer.hooks import Hooks, StepHook
 
 PROMPTS, SAMPLES = 3, 2
@@ -131,3 +138,23 @@ def test_images_of_a_micro_batch_are_let_go_of_as_soon_as_they_are_joined_with_o
     parts.clear()
     media = joined_media(samples)
     assert torch.equal(media, wanted) and not any(each() is not None for each in before)
+
+
+def test_texts_that_the_cache_has_no_room_for_are_encoded_once_a_step(monkeypatch):
+    """Of pairs, and by the reward's gradient."""
+    sampling, encoded = Step(Watch()).maker.engine.sampling, []
+    policy = sampling.model.policy
+    own = policy.family.encode_prompts
+    monkeypatch.setattr(policy.family, "encode_prompts", lambda texts: encoded.extend(texts) or own(texts))
+    texts = [f"a circle {n}" for n in range(4)]
+    asked = drawing_batch([PromptRow(text, [Image.new("RGB", (32, 32))] * 2) for text in texts], [0, 1, 2, 3], 0)
+    policy._encoded = PromptCache(limit=1)
+    pairs = PairExperience(sampling, None, None, PhaseTimer()).generate(asked, 0)
+    assert len(pairs) == 2 and sorted(encoded) == texts
+    policy._encoded = PromptCache(limit=1)
+    encoded.clear()
+    loss = SimpleNamespace(loss=lambda context, noise, *given: LossOutputs(given[2](noise).scores.sum()))
+    score = lambda media, part: DifferentiableScore(torch.ones(len(part)), torch.ones(len(part)).bool())  # noqa: E731
+    engine = SimpleNamespace(accumulate=lambda *given: None, step=lambda: None)
+    RewardUpdate(engine, sampling, loss, score, 0, 2, "mine").step(asked, None, 0, 0, MetricsAccumulator())
+    assert sorted(encoded) == texts

@@ -97,7 +97,7 @@ def reward_update(batch, *scores: tuple[list[float], list[bool]]) -> RewardUpdat
     found = iter([DifferentiableScore(*each) for each in given])
     sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
     sampling = SimpleNamespace(
-        remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
+        encoded=lambda requests: [], on_device=lambda encoded: {}, sampler=sampler, latent_shape=(1,),
         model=SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0)),
         batch=batch,
     )  # fmt: skip

@@ -66,7 +66,7 @@ def test_gold_of_reward_fl_is_asked_with_the_step_of_the_policy_that_drew():
     engine = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None)
     model = SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0))
     sampling = SimpleNamespace(
-        remember=lambda batch: None, conditions=lambda part: {}, model=model, latent_shape=(3, 4, 4),
+        encoded=lambda requests: [], on_device=lambda encoded: {}, model=model, latent_shape=(3, 4, 4),
         sampler=SimpleNamespace(schedule=lambda model, shape: (None, torch.ones(2))),
         batch=lambda part, *_: SimpleNamespace(latents=torch.ones(len(part), 3, 4, 4)),
     )  # fmt: skip

@@ -16,7 +16,6 @@ from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
-from ....config import registry
 from ....config.diffusion import LORA, DiffusionRunConfig, lora_folders
 from ....errors import ConfigError, did_you_mean, refused_as
 from ....experience.diffusion_sampling import TRAIN_TIMESTEPS
@@ -114,12 +113,7 @@ class DiffusionFamily(ABC):
     def check(cls, config: DiffusionRunConfig) -> None:
         """Raise ConfigError for settings of a run that no model of this family follows."""
         model, frames, algorithm = config.model, config.sampling.num_frames, config.algorithm.entry
-        if algorithm.prediction not in (None, cls.prediction):
-            fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]
-            raise ConfigError(
-                f"{algorithm.name} needs a model that predicts {algorithm.prediction} (family {', '.join(fitting)}); "
-                f"{model.pretrain} predicts {cls.prediction}"
-            )
+        config.check_prediction(cls.prediction)
         if model.max_sequence_length not in (None, cls.default_text_length) and not cls.takes_text_length:
             own = "texts of any length" if cls.default_text_length is None else f"{cls.default_text_length} tokens"
             raise ConfigError(f"this model reads {own}: leave max_sequence_length out")
@@ -140,7 +134,6 @@ class DiffusionFamily(ABC):
         between = (config.algorithm.min_timestep_boundary, config.algorithm.max_timestep_boundary)
         if algorithm.trains_on == "reward" and between != (0.0, 1.0) and len(cls.denoiser_names) == 1:
             raise ConfigError(ONE_NETWORK)
-        config.check_schedule(cls.prediction)
 
     @classmethod
     def draws_videos(cls) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 
 from ....errors import ConfigError
 from ....experience.vision import Conditions
@@ -124,16 +125,18 @@ class WanImageToVideo(Wan):
 
     takes_first_frame = True
 
+    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
+        super().__init__(pipeline, text_length)
+        if pipeline.config.expand_timesteps:
+            raise ConfigError("image-to-video with expanded timesteps (Wan 2.2 5B) is not built yet; use 14B")
+
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
         """first_frame (B, …) beside the latents, for Wan 2.1 also image_context of CLIP.
 
         Args: as of `DiffusionFamily.encode_first_frames`.
         """
-        pipeline = self.pipeline
-        if pipeline.config.expand_timesteps:
-            raise ConfigError("image-to-video with expanded timesteps (Wan 2.2 5B) is not built yet; use 14B")
-        conditions = []
+        pipeline, conditions = self.pipeline, []
         for image in images:
             pixels = pipeline.video_processor.preprocess(image, height=height, width=width).to(self.device)
             _, condition = pipeline.prepare_latents(
