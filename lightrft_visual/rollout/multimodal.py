@@ -5,6 +5,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
+import torch
 from easydict import EasyDict
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -182,7 +183,7 @@ class MultimodalDataProcessor:
             return plain, plain, [], [], VisionTensors()
         output = self._call([text], [loaded], [clips], [0], **special)
         (vision,) = self.family.read(output, [len(loaded)], [len(clips)])
-        return list(output["input_ids"][0]), plain, loaded, clips, vision
+        return output["input_ids"][0], plain, loaded, clips, vision
 
     def _caption(self, batch: PromptBatch, index: int) -> str | None:
         prompt = batch.prompts[index]
@@ -240,7 +241,7 @@ class MultimodalDataProcessor:
         made = 0
         for part in in_buckets(range(len(prompts)), most, lambda i: _pixels(images[i], videos[i])):
             output = self._call(prompts, images, videos, part)
-            token_ids += map(list, output["input_ids"])
+            token_ids += output["input_ids"]
             vision += self.family.read(output, [len(images[i]) for i in part], [len(videos[i]) for i in part])
             del output
             made += sum(each.nbytes() for each in vision[part[0] :])
@@ -266,7 +267,8 @@ class MultimodalDataProcessor:
         unknown = sorted(set(output) - _CARRIED - {*self.family.tensors})
         if unknown:
             raise ConfigError(f"{type(self.processor).__name__} makes model inputs not supported: {', '.join(unknown)}")
-        return output
+        # With media some processors make a tensor of each prompt's, and a list of that would hold one for each token.
+        return {**output, "input_ids": [torch.as_tensor(ids).tolist() for ids in output["input_ids"]]}
 
     def _check_lengths(self, token_ids: list[list[int]]) -> None:
         for index, ids in enumerate(token_ids):
