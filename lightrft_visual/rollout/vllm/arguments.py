@@ -29,11 +29,14 @@ DECIDED_BY = {
     "enforce_eager": "engine_enforce_eager", "max_num_seqs": "engine_max_num_seqs",
     "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
     "quantization": "engine_quantization", "enable_return_routed_experts": "routing_replay rollout",
+    "pipeline_parallel_size": "engine_tp_size", "data_parallel_size": "engine_tp_size",  # waits for other processes
+    "prefill_context_parallel_size": "engine_tp_size",
 }  # fmt: skip
 SAME_NAMES = (  # of settings and of vLLM's arguments
     "model", "dtype", "max_model_len", "tensor_parallel_size", "max_num_seqs", "kv_cache_dtype", "quantization", "seed",
     "trust_remote_code",
 )  # fmt: skip
+FORMATS = ("config_format", "tokenizer_mode", "load_format")  # else a folder that also has Mistral's is read by them
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that it draws at; lower ones it would raise
@@ -104,7 +107,7 @@ class VLLMSettings:
             memory_utilization=rollout.engine_mem_util,
             enable_sleep=rollout.enable_engine_sleep,
             max_images=rollout.limit_mm_image_per_prompt,
-            max_videos=rollout.limit_mm_video_per_prompt,
+            max_videos=rollout.limit_mm_video_per_prompt if "video" in checkpoint.family.kinds else 0,
             max_num_seqs=sequences,
             max_num_batched_tokens=rollout.engine_max_num_batched_tokens,
             enforce_eager=rollout.engine_enforce_eager,
@@ -209,9 +212,9 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         if "mm_device_do_normalize" in known:
             # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
             arguments["mm_device_do_normalize"] = False
-    own = {*arguments, "logits_processors"}
+    own = {*arguments, *DECIDED_BY, "logits_processors"}
     check_engine_kwargs("vLLM has no engine argument", s.extra, known, own, DECIDED_BY)
-    return arguments | s.extra
+    return dict.fromkeys(FORMATS, "hf") | arguments | s.extra
 
 
 def checked(arguments: dict[str, Any]) -> Checked:
