@@ -110,7 +110,7 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         processor, family = None, family_of(config)
         if os.path.isdir(path):
             check_size(Path(path), config, AutoModelForImageTextToText if family.vision else AutoModelForCausalLM)
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=model.trust_remote_code)
+        tokenizer = _tokenizer(path, config, model)
         _check_text(path, config, tokenizer)
         if family.vision:
             processor = _processor(path, family, model, data)
@@ -129,10 +129,16 @@ def open_critic(path: str, model: ModelConfig) -> tuple[VLMFamily, int, dict[str
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         family, size = family_of(config), config.get_text_config().vocab_size
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=model.trust_remote_code)
+        tokenizer = _tokenizer(path, config, model)
     except (OSError, ValueError):
         return family, size, {}
     return family, size, tokenizer.get_vocab() if _has_words(tokenizer) else {}
+
+
+def _tokenizer(path: str, config: Any, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """transformers' own, also where a folder has mistral-common's file, whose tokenizer takes marks for plain text."""
+    given = {"config": config, "trust_remote_code": model.trust_remote_code}
+    return AutoTokenizer.from_pretrained(path, mistral_format=False, **given)
 
 
 def _has_words(tokenizer: PreTrainedTokenizerBase) -> bool:
