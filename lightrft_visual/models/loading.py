@@ -252,6 +252,7 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     if model.lora_rank == 0:
         return transformer
     from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     from .weight_copies import lora_config
 
@@ -281,7 +282,11 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
         task_type="CAUSAL_LM",
     )
     with refused_as(ConfigError, f"LoRA cannot be added (target_modules {targets})"):
-        return get_peft_model(transformer, lora)
+        adapted = get_peft_model(transformer, lora)
+        embeddings, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
+        if isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight:
+            raise ValueError("the output layer has the same weights as the embeddings, which must be left out")
+        return adapted
 
 
 HEAD_FILE = "reward_head.safetensors"

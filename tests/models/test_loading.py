@@ -163,6 +163,15 @@ def test_adapters_are_added_where_they_are_asked_for(root):
             add_lora(load(path, True), ModelConfig(lora_rank=4, **settings))
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
+def test_adapters_on_embeddings_are_refused_where_the_head_has_the_same_weights(root, kind):
+    wanted = ModelConfig(lora_rank=4, target_modules="q_proj,embed_tokens")
+    own, tied = (load(checkpoint_of(root, f"{kind}{end}").path, kind != "qwen2") for end in ("", "+tied"))
+    assert any("embed_tokens" in name for name in trained_of(add_lora(own, wanted)))
+    with pytest.raises(ConfigError, match="the output layer has the same weights as the embeddings"):
+        add_lora(tied, wanted)
+
+
 def pickled_weights(copy):
     weights_of(copy).unlink()
     (copy / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
