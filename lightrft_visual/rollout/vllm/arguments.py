@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
@@ -15,6 +16,7 @@ from ...errors import ConfigError
 from ...models.loading import Checkpoint
 from ...runtime import collectives
 from ...runtime.host_memory import free_port
+from ...runtime.hub import IGNORED
 from ...runtime.packages import missing
 from ...runtime.start_up import importing
 from ...runtime.vendor_patches import without_compiled_functions
@@ -214,7 +216,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
             arguments["mm_device_do_normalize"] = False
     own = {*arguments, *DECIDED_BY, "logits_processors"}
     check_engine_kwargs("vLLM has no engine argument", s.extra, known, own, DECIDED_BY)
-    return dict.fromkeys(FORMATS, "hf") | arguments | s.extra
+    return dict.fromkeys(FORMATS, "hf") | {"ignore_patterns": IGNORED} | arguments | s.extra
 
 
 def checked(arguments: dict[str, Any]) -> Checked:
@@ -258,7 +260,10 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
     check_temperature(config.rollout.temperature)
-    settings = VLLMSettings.from_config(config, checkpoint)
+    folder, settings = Path(checkpoint.path), VLLMSettings.from_config(config, checkpoint)
+    if any(folder.glob("consolidated*.safetensors")) and not any(folder.glob("model*.index.json")):
+        told = "holds consolidated.safetensors, which vLLM reads beside model.safetensors: take it out"
+        raise ConfigError(f"model folder {folder} {told}, or use --engine_type hf")
     prepare_environment(settings.dtype)
     on_cpu = get_accelerator().device_name() == "cpu"
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own

@@ -148,7 +148,12 @@ def test_a_folder_that_also_has_mistrals_files_is_read_as_the_trainer_reads_it(r
     folder = shutil.copytree(checkpoint.path, tmp_path / "model")
     (folder / "params.json").write_text('{"dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 99}')
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
-    settings = VLLMSettings.from_config(run_with(), replace(checkpoint, path=str(folder)))
+    copied = replace(checkpoint, path=str(folder))
+    with pytest.raises(ConfigError, match="holds consolidated.safetensors, which vLLM reads beside"):
+        check_engine(run_with(), copied)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    check_engine(run_with(), copied)
+    settings = VLLMSettings.from_config(run_with(), copied)
     made = EngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config()
     assert made.model_config.hf_config.model_type == "qwen2"
     assert (made.model_config.tokenizer_mode, made.load_config.load_format) == ("hf", "hf")
