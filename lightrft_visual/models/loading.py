@@ -258,8 +258,7 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
 
     targets, frozen = model.target_modules, _prefixes(model.freeze_prefix, transformer)
     family = family_of(transformer.config)
-    frozen += family.untrained
-    frozen += family.heads  # as log-probs are made of their weights, like the text's head
+    frozen += [*family.untrained, *family.heads]  # log-probs are made of heads' weights, like the text's
     below = "|".join(map(re.escape, frozen))
     experts = [name.strip() for name in model.target_parameters.split(",") if name]
     for name in experts:

@@ -105,7 +105,8 @@ class MultimodalDataProcessor:
             "all_references": references,
         }
         columns |= {key: [each.get(name) for each in vision] for key, name in _COLUMNS.items()}
-        return _attributes({name: _repeat(column, n_samples_per_prompt) for name, column in columns.items()})
+        times = range(n_samples_per_prompt)
+        return _attributes({name: [each for each in column for _ in times] for name, column in columns.items()})
 
     def features(self, batch: PromptBatch) -> list[PromptFeatures]:
         """Expanded ids, decoded media and vision tensors of each prompt.
@@ -306,7 +307,3 @@ def _attributes(columns: dict[str, list[Any]]) -> EasyDict:
         dict.__setitem__(result, name, column)
         object.__setattr__(result, name, column)
     return result
-
-
-def _repeat(column: list[Any], times: int) -> list[Any]:
-    return [value for value in column for _ in range(times)]

@@ -172,8 +172,7 @@ def prepare_environment(dtype: str) -> None:
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
@@ -262,8 +261,7 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     check_temperature(config.rollout.temperature)
     folder, settings = Path(checkpoint.path), VLLMSettings.from_config(config, checkpoint)
     if any(folder.glob("consolidated*.safetensors")) and not any(folder.glob("model*.index.json")):
-        told = "holds consolidated.safetensors, which vLLM reads beside model.safetensors: take it out"
-        raise ConfigError(f"model folder {folder} {told}, or use --engine_type hf")
+        raise ConfigError(f"model folder {folder}: vLLM reads consolidated.safetensors beside the others: take it out")
     prepare_environment(settings.dtype)
     on_cpu = get_accelerator().device_name() == "cpu"
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own

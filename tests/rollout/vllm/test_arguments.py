@@ -149,7 +149,7 @@ def test_a_folder_that_also_has_mistrals_files_is_read_as_the_trainer_reads_it(r
     (folder / "params.json").write_text('{"dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 99}')
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
     copied = replace(checkpoint, path=str(folder))
-    with pytest.raises(ConfigError, match="holds consolidated.safetensors, which vLLM reads beside"):
+    with pytest.raises(ConfigError, match="vLLM reads consolidated.safetensors beside"):
         check_engine(run_with(), copied)
     (folder / "model.safetensors.index.json").write_text("{}")
     check_engine(run_with(), copied)
