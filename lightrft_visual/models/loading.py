@@ -110,7 +110,7 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         processor, family = None, family_of(config)
         if os.path.isdir(path):
             check_size(Path(path), config, AutoModelForImageTextToText if family.vision else AutoModelForCausalLM)
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=model.trust_remote_code)
+        tokenizer = _tokenizer(path, config, model)
         _check_text(path, config, tokenizer)
         if family.vision:
             processor = _processor(path, family, model, data)
@@ -129,10 +129,16 @@ def open_critic(path: str, model: ModelConfig) -> tuple[VLMFamily, int, dict[str
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         family, size = family_of(config), config.get_text_config().vocab_size
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=model.trust_remote_code)
+        tokenizer = _tokenizer(path, config, model)
     except (OSError, ValueError):
         return family, size, {}
     return family, size, tokenizer.get_vocab() if _has_words(tokenizer) else {}
+
+
+def _tokenizer(path: str, config: Any, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """transformers' own, also where a folder has mistral-common's file, whose tokenizer takes marks for plain text."""
+    given = {"config": config, "trust_remote_code": model.trust_remote_code}
+    return AutoTokenizer.from_pretrained(path, mistral_format=False, **given)
 
 
 def _has_words(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -246,13 +252,13 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     if model.lora_rank == 0:
         return transformer
     from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     from .weight_copies import lora_config
 
     targets, frozen = model.target_modules, _prefixes(model.freeze_prefix, transformer)
     family = family_of(transformer.config)
-    frozen += family.untrained
-    frozen += family.heads  # as log-probs are made of their weights, like the text's head
+    frozen += [*family.untrained, *family.heads]  # log-probs are made of heads' weights, like the text's
     below = "|".join(map(re.escape, frozen))
     experts = [name.strip() for name in model.target_parameters.split(",") if name]
     for name in experts:
@@ -275,7 +281,11 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
         task_type="CAUSAL_LM",
     )
     with refused_as(ConfigError, f"LoRA cannot be added (target_modules {targets})"):
-        return get_peft_model(transformer, lora)
+        adapted = get_peft_model(transformer, lora)
+        embeddings, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
+        if isinstance(embeddings, LoraLayer) and embeddings.weight is head.weight:
+            raise ValueError("the output layer has the same weights as the embeddings, which must be left out")
+        return adapted
 
 
 HEAD_FILE = "reward_head.safetensors"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
+import torch
 from easydict import EasyDict
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -115,7 +116,8 @@ class MultimodalDataProcessor:
             "all_references": references,
         }
         columns |= {key: [each.get(name) for each in vision] for key, name in _COLUMNS.items()}
-        return _attributes({name: _repeat(column, n_samples_per_prompt) for name, column in columns.items()})
+        times = range(n_samples_per_prompt)
+        return _attributes({name: [each for each in column for _ in times] for name, column in columns.items()})
 
     def features(self, batch: PromptBatch) -> list[PromptFeatures]:
         """Expanded ids, decoded media and vision tensors of each prompt.
@@ -189,7 +191,7 @@ class MultimodalDataProcessor:
             return Added(plain, plain)
         output = self._call([text], [loaded], [clips], [0], **special)
         (vision,) = self.family.read(output, [len(loaded)], [len(clips)])
-        return Added(list(output["input_ids"][0]), plain, loaded, clips, vision)
+        return Added(output["input_ids"][0], plain, loaded, clips, vision)
 
     def _caption(self, batch: PromptBatch, index: int) -> str | None:
         prompt = batch.prompts[index]
@@ -247,7 +249,7 @@ class MultimodalDataProcessor:
         made = 0
         for part in in_buckets(range(len(prompts)), most, lambda i: _pixels(images[i], videos[i])):
             output = self._call(prompts, images, videos, part)
-            token_ids += map(list, output["input_ids"])
+            token_ids += output["input_ids"]
             vision += self.family.read(output, [len(images[i]) for i in part], [len(videos[i]) for i in part])
             del output
             made += sum(each.nbytes() for each in vision[part[0] :])
@@ -273,7 +275,8 @@ class MultimodalDataProcessor:
         unknown = sorted(set(output) - _CARRIED - {*self.family.tensors})
         if unknown:
             raise ConfigError(f"{type(self.processor).__name__} makes model inputs not supported: {', '.join(unknown)}")
-        return output
+        # With media some processors make a tensor of each prompt's, and a list of that would hold one for each token.
+        return {**output, "input_ids": [torch.as_tensor(ids).tolist() for ids in output["input_ids"]]}
 
     def _check_lengths(self, token_ids: list[list[int]]) -> None:
         for index, ids in enumerate(token_ids):
@@ -311,7 +314,3 @@ def _attributes(columns: dict[str, list[Any]]) -> EasyDict:
         dict.__setitem__(result, name, column)
         object.__setattr__(result, name, column)
     return result
-
-
-def _repeat(column: list[Any], times: int) -> list[Any]:
-    return [value for value in column for _ in range(times)]

@@ -20,7 +20,7 @@ NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")  # owner/name, with 
 FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 FIRST_RANK_LIMIT = 30.0  # seconds that other ranks wait until the first one has begun
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-IGNORED = ["*.fp16.*", "*non_ema*"]  # second copies of weights
+IGNORED = ["*.fp16.*", "*non_ema*", "consolidated*.safetensors", "original/*"]  # second copies of weights
 
 
 def is_hub_name(text: str) -> bool:

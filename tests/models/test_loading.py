@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint_of, load
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, MistralConfig
 from watched import Operations
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.loading import add_lora, check_path, freeze, load_transformer, open_checkpoint
+from lightrft_visual.models.loading import add_lora, check_path, freeze, load_transformer, open_checkpoint, open_critic
 from lightrft_visual.models.weight_files import check_size
 
 
@@ -163,6 +163,15 @@ def test_adapters_are_added_where_they_are_asked_for(root):
             add_lora(load(path, True), ModelConfig(lora_rank=4, **settings))
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
+def test_adapters_on_embeddings_are_refused_where_the_head_has_the_same_weights(root, kind):
+    wanted = ModelConfig(lora_rank=4, target_modules="q_proj,embed_tokens")
+    own, tied = (load(checkpoint_of(root, f"{kind}{end}").path, kind != "qwen2") for end in ("", "+tied"))
+    assert any("embed_tokens" in name for name in trained_of(add_lora(own, wanted)))
+    with pytest.raises(ConfigError, match="the output layer has the same weights as the embeddings"):
+        add_lora(tied, wanted)
+
+
 def pickled_weights(copy):
     weights_of(copy).unlink()
     (copy / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
@@ -179,6 +188,17 @@ def without_a_weight(copy, columns=0):
 def a_pipe(copy):
     (copy / "tokenizer_config.json").unlink(missing_ok=True)
     os.mkfifo(copy / "tokenizer_config.json")
+
+
+def test_the_tokenizer_of_a_folder_that_also_has_mistrals_own_is_transformers(root, tmp_path):
+    config = MistralConfig(vocab_size=600, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.architectures = ["MistralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    tokenizer = checkpoint_of(root, "qwen2").tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    assert opened(tmp_path).tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert open_critic(str(tmp_path), ModelConfig())[2] == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "kosmos-2", "shieldgemma2"])

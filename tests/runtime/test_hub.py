@@ -73,6 +73,16 @@ def test_a_model_is_fetched_unless_offline_and_what_is_nowhere_says_where_was_lo
         assert not list(tmp_path.iterdir())
 
 
+def test_second_copies_of_weights_are_not_fetched(monkeypatch):
+    asked = {}
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **named: asked.update(named))
+    hub.fetch_model("org/model")
+    wanted = ["model.safetensors", "text_encoder/model.safetensors", "params.json"]
+    others = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/model.safetensors"]
+    assert [*huggingface_hub.utils.filter_repo_objects(wanted + others, **asked)] == wanted
+
+
 @pytest.mark.parametrize("model", ["org/none", "none"])
 def test_a_hub_that_does_not_answer_is_asked_once_and_the_models_name_is_said(monkeypatch, model):
     asked = []

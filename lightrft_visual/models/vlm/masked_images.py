@@ -43,7 +43,7 @@ def hide_patches(vision: VisionTensors, share: float, seeds: Sequence[int]) -> V
 
 
 def _hidden(pixels: T, share: float, seed: int) -> T:
-    """pixels: (patches, D), of which whole rows are hidden, or images or frames (..., H, W), in which squares are.
+    """pixels: patches (..., D), which are hidden whole, or images or frames (..., C, H, W), in which squares are.
 
     Made on the host where it knows them, which then also knows without the device which of the hidden ones are equal.
     """
@@ -52,8 +52,8 @@ def _hidden(pixels: T, share: float, seed: int) -> T:
 
 
 def _without(pixels: T, share: float, seed: int) -> T:
-    if pixels.dim() == 2:
-        return pixels * to_device(_kept((len(pixels),), share, seed).to(pixels.dtype), pixels.device).unsqueeze(1)
+    if pixels.dim() < 4:
+        return pixels * to_device(_kept(pixels.shape[:-1], share, seed).to(pixels.dtype), pixels.device).unsqueeze(-1)
     height, width = pixels.shape[-2:]
     grid = (len(pixels), -(-height // TILE), -(-width // TILE))
     kept = _kept(grid, share, seed).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :height, :width]

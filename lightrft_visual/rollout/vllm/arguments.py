@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
@@ -15,6 +16,7 @@ from ...errors import ConfigError
 from ...models.loading import Checkpoint
 from ...runtime import collectives
 from ...runtime.host_memory import free_port
+from ...runtime.hub import IGNORED
 from ...runtime.packages import missing
 from ...runtime.start_up import importing
 from ...runtime.vendor_patches import without_compiled_functions
@@ -29,11 +31,14 @@ DECIDED_BY = {
     "enforce_eager": "engine_enforce_eager", "max_num_seqs": "engine_max_num_seqs",
     "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
     "quantization": "engine_quantization", "enable_return_routed_experts": "routing_replay rollout",
+    "pipeline_parallel_size": "engine_tp_size", "data_parallel_size": "engine_tp_size",  # waits for other processes
+    "prefill_context_parallel_size": "engine_tp_size",
 }  # fmt: skip
 SAME_NAMES = (  # of settings and of vLLM's arguments
     "model", "dtype", "max_model_len", "tensor_parallel_size", "max_num_seqs", "kv_cache_dtype", "quantization", "seed",
     "trust_remote_code",
 )  # fmt: skip
+FORMATS = ("config_format", "tokenizer_mode", "load_format")  # else a folder that also has Mistral's is read by them
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that it draws at; lower ones it would raise
@@ -104,7 +109,7 @@ class VLLMSettings:
             memory_utilization=rollout.engine_mem_util,
             enable_sleep=rollout.enable_engine_sleep,
             max_images=rollout.limit_mm_image_per_prompt,
-            max_videos=rollout.limit_mm_video_per_prompt,
+            max_videos=rollout.limit_mm_video_per_prompt if "video" in checkpoint.family.kinds else 0,
             max_num_seqs=sequences,
             max_num_batched_tokens=rollout.engine_max_num_batched_tokens,
             enforce_eager=rollout.engine_enforce_eager,
@@ -167,8 +172,7 @@ def prepare_environment(dtype: str) -> None:
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
@@ -209,9 +213,9 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         if "mm_device_do_normalize" in known:
             # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
             arguments["mm_device_do_normalize"] = False
-    own = {*arguments, "logits_processors"}
+    own = {*arguments, *DECIDED_BY, "logits_processors"}
     check_engine_kwargs("vLLM has no engine argument", s.extra, known, own, DECIDED_BY)
-    return arguments | s.extra
+    return dict.fromkeys(FORMATS, "hf") | {"ignore_patterns": IGNORED} | arguments | s.extra
 
 
 def checked(arguments: dict[str, Any]) -> Checked:
@@ -255,7 +259,9 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
     check_temperature(config.rollout.temperature)
-    settings = VLLMSettings.from_config(config, checkpoint)
+    folder, settings = Path(checkpoint.path), VLLMSettings.from_config(config, checkpoint)
+    if any(folder.glob("consolidated*.safetensors")) and not any(folder.glob("model*.index.json")):
+        raise ConfigError(f"model folder {folder}: vLLM reads consolidated.safetensors beside the others: take it out")
     prepare_environment(settings.dtype)
     on_cpu = get_accelerator().device_name() == "cpu"
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own

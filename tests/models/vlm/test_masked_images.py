@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stock_families import stock_checkpoint, stock_prompts
-from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of
+from stock_families import PLAIN, STOCK, stock_checkpoint, stock_prompts
+from tiny_models import actor_of, checkpoint_of, inputs_of, picture, prompts_for, rollouts_of
 
-from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule
 from lightrft_visual.experience.vision import PATCHES, VisionTensors
 from lightrft_visual.models.vlm.masked_images import HIDDEN, beside_hidden, halves, hide_patches
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.runtime.host_copies import on_host
 
 
@@ -33,6 +34,20 @@ def test_whole_images_lose_squares_of_fourteen_pixels():
     squares = hidden[:, :, :28].reshape(2, 3, 2, 14, 2, 14)
     assert torch.equal(squares.amin(dim=(1, 3, 5)), squares.amax(dim=(1, 3, 5)))
     assert 0 < hidden.mean() < 1 and torch.equal(everything, torch.full_like(everything, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("name", "patch"), [("gemma4", 3 * 16 * 16), ("lfm2_vl", 3 * 8 * 8), ("minicpmv4_6", 3 * 14 * 14)]
+)
+def test_patches_of_each_image_are_hidden_whole(name, patch):
+    processor = (STOCK | PLAIN)[name]()[1]
+    data = MultimodalDataProcessor(processor.tokenizer, processor, 2048)
+    text = data.family.placeholders(processor)["image"]
+    (shown,) = data.features(PromptBatch.of([text], [[picture(0, 90, 60)]]))[0].vision.samples
+    hidden = hide_patches(VisionTensors([shown]), 0.6, [0]).samples[0]
+    before, after = (each["pixel_values"].reshape(-1, patch) for each in (shown, hidden))
+    gone = ((after == 0) | (after == HIDDEN)).all(1)
+    assert gone.sum() >= round(0.6 * len(after)) and torch.equal(after[~gone], before[~gone])
 
 
 @pytest.mark.parametrize("packed", [False, True])

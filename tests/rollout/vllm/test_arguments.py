@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,8 @@ def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root)
     [
         ({"engine_kwargs": {"block_sise": 32}}, "no engine argument 'block_sise'; did you mean 'block_size'"),
         ({"engine_kwargs": {"max_num_seqs": 4}}, "set by the run itself; use engine_max_num_seqs"),
+        ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "set by the run itself; use engine_tp_size"),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, "set by the run itself; use engine_tp_size"),
         ({"engine_kv_cache_dtype": "fp9"}, "vLLM refuses this engine: .*fp8"),
         ({"engine_max_num_batched_tokens": 16}, r"vLLM refuses this engine: .*max_num_batched_tokens \(16\)"),
         ({"temperature": 2.5}, "temperature is 2.5, and vLLM draws at 0.01 to 2: .*--engine_type hf"),
@@ -136,6 +139,32 @@ def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root)
 def test_what_vllm_would_refuse_is_said_before_a_model_is_loaded(root, rollout, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         check_engine(run_with(**rollout), checkpoint_of(root, "qwen2"))
+
+
+def test_a_folder_that_also_has_mistrals_files_is_read_as_the_trainer_reads_it(root, tmp_path):
+    from vllm import EngineArgs
+
+    checkpoint = checkpoint_of(root, "qwen2")
+    folder = shutil.copytree(checkpoint.path, tmp_path / "model")
+    (folder / "params.json").write_text('{"dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 99}')
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    copied = replace(checkpoint, path=str(folder))
+    with pytest.raises(ConfigError, match="vLLM reads consolidated.safetensors beside"):
+        check_engine(run_with(), copied)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    check_engine(run_with(), copied)
+    settings = VLLMSettings.from_config(run_with(), copied)
+    made = EngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config()
+    assert made.model_config.hf_config.model_type == "qwen2"
+    assert (made.model_config.tokenizer_mode, made.load_config.load_format) == ("hf", "hf")
+
+
+def test_no_room_is_made_for_videos_of_a_family_without(root):
+    limits = {
+        kind: engine_arguments(VLLMSettings.from_config(run_with(), checkpoint_of(root, kind)), on_cpu=True)
+        for kind in ("internvl", "qwen2_5_vl")
+    }
+    assert [each["limit_mm_per_prompt"]["video"] for each in limits.values()] == [0, 1]
 
 
 def test_the_usual_engine_of_each_family_is_accepted_here(root):

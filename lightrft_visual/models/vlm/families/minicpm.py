@@ -12,7 +12,7 @@ from .unregistered import Unregistered
 
 
 class MiniCPM(Unregistered):
-    """pixel_values (columns, C, patch), of all slices, and target_sizes (slices, 2). Its text is Qwen3.5's."""
+    """pixel_values (patches, C, H, W), of all slices, and target_sizes (slices, 2). Its text is Qwen3.5's."""
 
     tensors = ("pixel_values", "target_sizes")
     packed = ("minicpmv4_6",)
@@ -28,14 +28,15 @@ class MiniCPM(Unregistered):
 
     @classmethod
     def images_first(cls, tensors: dict[str, T]) -> dict[str, T]:
-        """The columns of the strip first."""
+        """The patches of the strip first."""
         if "pixel_values" in tensors:
-            tensors["pixel_values"] = tensors["pixel_values"][0].movedim(-1, 0).contiguous()
+            strip = tensors["pixel_values"][0]
+            tensors["pixel_values"] = strip.unflatten(-1, (-1, strip.shape[-2])).movedim(2, 0).contiguous()
         return tensors
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """The strip as the processor made it."""
         arguments = super().arguments(inputs, types)
         if "pixel_values" in arguments:
-            arguments["pixel_values"] = arguments["pixel_values"].movedim(0, -1)[None]
+            arguments["pixel_values"] = arguments["pixel_values"].movedim(0, 2).flatten(2)[None]
         return arguments
