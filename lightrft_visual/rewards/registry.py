@@ -138,11 +138,12 @@ def named_entries(value: str | Path | Sequence[str | Path] | None) -> dict[str, 
 
 
 def reads_token_ids(function: Any) -> bool:
-    """Whether it is a torch module, or the class of one, that is called as reward models are."""
-    kind = function if inspect.isclass(function) else type(function)
+    """Whether it is a torch module, or the class of one, that is called as reward models are, or a front of one."""
     torch = sys.modules.get("torch")
-    module = torch is not None and issubclass(kind, torch.nn.Module)
-    return module and "attention_mask" in inspect.signature(kind.forward).parameters
+    if torch is None or not issubclass(function if inspect.isclass(function) else type(function), torch.nn.Module):
+        return False
+    named = inspect.signature(function.forward).parameters
+    return hasattr(function, "base_model") or not {"attention_mask", "prompt_and_outputs"}.isdisjoint(named)
 
 
 def _by_name(what: str, entries: Sequence[Any], usual: Callable[[int], str]) -> dict[str, Any]:
