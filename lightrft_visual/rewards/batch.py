@@ -47,7 +47,7 @@ class RewardBatch:
     None; the one that was drawn, where the response is an image. videos: the sample's videos: of prompts, uint8 arrays
     (T, H, W, 3); of the policy, a list of frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
     `generated` is true when the media were made by the policy (one image or video a sample) and false when they were
-    part of the prompt.
+    part of the prompt; drawn: of text models that may draw, for which samples it was; empty of media.
     vision: what the policy reads of each sample's prompt images and videos; empty of media.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
     episodes: of samples of several turns, whose response is the last one; empty without any.
@@ -70,6 +70,7 @@ class RewardBatch:
     source_images: list[list[Any]] = field(default_factory=list)
     vision: list[VisionTensors] = field(default_factory=list)
     episodes: list[Episode | None] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
     data_columns: frozenset[str] = frozenset()
@@ -151,7 +152,7 @@ def _batch_of(samples: Samples, vlm_mode: bool) -> RewardBatch:
             raise RewardError(f"{name} has {len(values)} entries for {size} samples")
         return [None] * size if values is None else values
 
-    images = [list(own or []) for own in column(shown, "raw_images")]
+    images, drawn = [list(own or []) for own in column(shown, "raw_images")], column(shown, "drawn_images")
     sequences, attention = samples.sequences.cpu(), samples.attention_mask.cpu().bool()
     actions, start = samples.action_mask.cpu().bool(), samples.sequences.shape[1] - samples.num_actions
     return RewardBatch(
@@ -160,13 +161,14 @@ def _batch_of(samples: Samples, vlm_mode: bool) -> RewardBatch:
         labels=samples.labels,
         references=samples.references,
         metadata=samples.metadata,
-        images=[own if drawn is None else [drawn] for own, drawn in zip(images, column(shown, "drawn_images"))],
+        images=[own if made is None else [made] for own, made in zip(images, drawn)],
         videos=[_frames_of(own or []) for own in column(shown, "raw_videos")],
         ids=samples.sample_ids.tolist(),
         group_ids=samples.group_ids.tolist(),
         vision=_vision_of(shown, size),
         sequence_tokens=[sequences[i][attention[i]] for i in range(size)],
         completion_tokens=[sequences[i, start:][actions[i]] for i in range(size)],
+        drawn=[made is not None for made in drawn],
     )
 
 
@@ -195,6 +197,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         completion_tokens=[torch.tensor(rollout.sampled_ids, dtype=torch.long) for rollout in rollouts],
         vision=[rollout.vision for rollout in rollouts],
         episodes=[rollout.episode for rollout in rollouts] if any(rollout.episode for rollout in rollouts) else [],
+        drawn=[rollout.image is not None for rollout in rollouts],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
 

@@ -10,7 +10,7 @@ from reward_servers import FaultyServer, Handler
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
-from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
 from lightrft_visual.rewards.functions.unified_reward import ASKED, UnifiedReward, question_and_pattern
 from lightrft_visual.rewards.functions.vlm_judge import Judging
 from lightrft_visual.rewards.remote.wire import BadReply
@@ -97,6 +97,14 @@ def test_a_judge_sees_what_an_edit_was_made_from():
     (message,) = Judging().messages(batch, 0, lambda image: image.size)
     assert message["content"][:2] == [(2, 2), (6, 6)]
     assert "instruction:\nbluer" in message["content"][2]["text"]
+
+
+def test_a_judge_of_what_a_text_model_draws_is_asked_about_images():
+    samples = make_samples(["", "a dot"], prompts=["a red dot", "what?"])
+    samples.drawn_images = [PICTURE, None]
+    batch = batch_from_samples([samples])
+    drawn, told = (Judging().messages(batch, index, str)[0]["content"][-1]["text"] for index in (0, 1))
+    assert "made for this description:\na red dot" in drawn and "Answer to grade:\na dot" in told
 
 
 FIVE, TEN = Judging(low=1, high=5), Judging()

@@ -76,7 +76,8 @@ class Judging:
             image_part: makes a content part of an image.
         """
         sources = batch.source_images[index] if batch.source_images else []
-        asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if batch.generated else TEXT_QUESTION
+        made = batch.generated or any(batch.drawn[index : index + 1])
+        asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if made else TEXT_QUESTION
         question = self.question or asked
         reference = batch.references[index]
         text = self._fill(

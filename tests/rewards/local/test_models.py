@@ -143,9 +143,8 @@ def test_torch_module_of_a_file_is_a_model_where_it_reads_token_ids_and_a_functi
             found[name] = engine.compute_rewards([samples]).score.tolist()
             with names_given() as names:  # from Python likewise
                 given = RewardConfig(**reward_settings([function.function]))
-                assert (
-                    RewardComputationEngine.from_config(given).compute_rewards([samples]).score.tolist() == found[name]
-                )
+                score = RewardComputationEngine.from_config(given).compute_rewards([samples]).score
+            assert score.tolist() == found[name]
             forget(names)
     model = (samples.sequences * samples.attention_mask).sum(dim=1).tolist()
     assert found == {"model": model, "count": [1.0, 2.0], "called": [1.0, 2.0]}
