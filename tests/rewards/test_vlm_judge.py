@@ -27,7 +27,8 @@ def chat_server(monkeypatch):
         text = body["messages"][-1]["content"][-1]["text"]
         time.sleep(0.0 if "broken" in text else 0.05)
         words = "I cannot say" if "broken" in text else f"Score: 3? No.\n**Final Score:** {text.count('x')}"
-        handler.reply(200, {"choices": [{"message": {"content": words}}]})
+        ended = {"finish_reason": "length"} if "cut" in text else {}
+        handler.reply(200, {"choices": [{"message": {"content": words}, **ended}]})
 
     monkeypatch.setattr(Handler, "answer", answer)
     with FaultyServer() as server:
@@ -69,13 +70,13 @@ def test_marks_of_the_policys_chat_template_are_no_turns_and_places_of_images_to
 
 def test_last_score_is_read_images_are_seen_and_prose_costs_its_own_sample(chat_server):
     engine = judged(chat_server, question="{prompt}{response}")
-    texts = ["xx", "broken", *["xxxxx"] * 38]
+    texts = ["xx", "broken", "xxxxx", "cut", *["xxxxx"] * 36]
     samples = make_samples(texts, prompts=[""] * 40, images=[[PICTURE, PICTURE], *[[]] * 39])
     result = engine.compute_rewards([samples])
     drawn = engine.score_media(["xxx"], [PICTURE])
     engine.close()
     assert result.score[[0, 2]].tolist() == pytest.approx([0.2, 0.5]) and drawn.score.item() == pytest.approx(0.3)
-    assert (~result.valid).nonzero().flatten().tolist() == [1]
+    assert (~result.valid).nonzero().flatten().tolist() == [1, 3]
     asked = next(body for body in chat_server.bodies if len(body["messages"][0]["content"]) == 3)
     url = asked["messages"][0]["content"][0]["image_url"]["url"]
     assert url.startswith("data:image/png;base64,") and asked["model"] == "m"
@@ -149,6 +150,9 @@ def test_reply_is_read_or_a_failure(judging, reply, value):
         with pytest.raises(BadReply):
             judging.read(reply)
     else:
+        if judging in (FIVE, TEN):
+            with pytest.raises(BadReply, match="cut at max_tokens"):
+                judging.read(reply, cut=True)
         assert judging.read(reply) == pytest.approx(value)
 
 

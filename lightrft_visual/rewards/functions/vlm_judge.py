@@ -87,8 +87,11 @@ class Judging:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
-    def read(self, text: str) -> float:
-        """The score in 0..1. Raises BadReply when the text has none in range."""
+    def read(self, text: str, cut: bool = False) -> float:
+        """The score in 0..1. Raises BadReply when the text has none in range, or is cut, but for a pattern of one's own:
+        `A score of 0 would mean` is none."""
+        if cut and self.pattern == SCORE_PATTERN:
+            raise BadReply("the judge's reply was cut at max_tokens")
         found = re.findall(self.pattern, text)
         if not found:
             raise BadReply("the judge's text has no score")
@@ -170,12 +173,13 @@ class VLMJudge(PendingSource):
 
     def _decode(self, reply: Any) -> float:
         try:
-            text = reply["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
+            choice = reply["choices"][0]
+            text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise BadReply("the reply is no chat completion") from None
         if not isinstance(text, str):
             raise BadReply("the judge gave no text")
-        return self.judging.read(text)
+        return self.judging.read(text, cut)
 
     def close(self) -> None:
         """Close the connections."""
