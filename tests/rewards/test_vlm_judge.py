@@ -98,6 +98,8 @@ def test_a_judge_sees_what_an_edit_was_made_from():
     (message,) = Judging().messages(batch, 0, lambda image: image.size)
     assert message["content"][:2] == [(2, 2), (6, 6)]
     assert "instruction:\nbluer" in message["content"][2]["text"]
+    (message,) = UnifiedReward("http://x").judging.messages(batch, 0, lambda image: image.size)
+    assert message["content"][0] == (6, 6) and "bluer" in message["content"][1]["text"]
 
 
 def test_a_judge_of_what_a_text_model_draws_is_asked_about_images():
@@ -141,6 +143,7 @@ def test_question_with_a_field_that_cannot_be_filled_is_refused(field):
         (UNIFIED["elements"], "cat (animal): 1\nhat (object): 0\nFinal Score: 2", 0.4),
         (UNIFIED["alignment"], AXES, 2.694700002670288 / 5),
         (UNIFIED["style"], AXES, 0.8),
+        (UNIFIED["final"], "**Final Score**: 4", 0.8),
         *((UNIFIED["final"], text, None) for text in ("", "a fine image", "Final Score: none", "Score: 4")),
         *((UNIFIED["final"], f"Final Score: {number}", None) for number in (0.5, 12, 5.7)),
     ],

@@ -54,7 +54,7 @@ class Schema(Judging):
         return found
 
     def fields(self, text: str, cut: bool) -> dict[str, float]:
-        """{field: number in 0..1}. Raises BadReply where one is missing, no number or out of its range, and as `read`."""
+        """{field: number in 0..1}. Raises BadReply as `read`, and where one is missing, no number or out of range."""
         if not self.reply:
             return {"score": self.read(text, cut)}
         start, end = text.rfind("{"), text.rfind("}")
