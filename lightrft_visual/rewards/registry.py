@@ -373,9 +373,8 @@ class Catalogue:
             self._closing.append(scorer.close)
         if isinstance(scorer, Source):
             return scorer
-        bound = scorer.keywords if isinstance(scorer, partial) else {}  # no column takes the place of a setting
         copies = not is_shipped(find_scorer(entry.key))  # built-in ones only read
-        return CallableSource(scorer, entry.name, bound, lenient=self.lenient, copies=copies)
+        return CallableSource(scorer, entry.name, lenient=self.lenient, copies=copies)
 
     def _on_actors(self, entry: RecipeEntry) -> bool:
         return (entry.transport or self.config.reward_transport) == "ray"

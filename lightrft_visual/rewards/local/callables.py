@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -408,7 +408,8 @@ class CallableSource(Source):
         self.signature = Signature(self.function, self.name)
         self.uses_device = "device" in {*Signature(function, self.name).names, *self.signature.names}
         self.form = choose_form(form, self.function, self.signature)
-        self.given = dict(given or {})
+        bound = self.function.keywords if isinstance(self.function, partial) else {}  # no column takes its place
+        self.given = {**bound, **(given or {})}
         if self.form.told:
             say_form(self.name, self.form.told)
 
