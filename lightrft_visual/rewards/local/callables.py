@@ -46,10 +46,7 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         one_each = not isinstance(result[0], list | tuple) and not getattr(result[0], "ndim", 0)  # of two samples
         scores, metrics = (result, {}) if result[1] is None and one_each else (result[0], result[1] or {})
     elif isinstance(result, Mapping):
-        key = next((k for k in SCORE_KEYS if k in result), None)
-        if key is None:
-            raise RewardError(f"reward function {name} returned a dict without scores: give it one of {SCORE_KEYS}")
-        scores = result[key]
+        scores = result[score_key(result, f"reward function {name} returned a dict")]
         metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
         metrics |= result.get("extra_logs") or {}
     read = _read_scores(scores, name, size, lenient)
@@ -58,6 +55,17 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         unique = unique_name(metric_name(key), read.extras)
         read.extras[unique], read.broken[unique] = numbers, broken
     return read
+
+
+def score_key(result: Mapping[str, Any], what: str) -> str:
+    """Which of SCORE_KEYS holds the scores. Raises RewardError where none does, and where it could be two; of OpenRLHF's
+    `rewards` and `scores` it is the first. what: begins the error."""
+    found = [key for key in SCORE_KEYS if key in result]
+    if not found:
+        raise RewardError(f"{what} without scores: give it one of {SCORE_KEYS}")
+    if len(found) > 1 and found != ["rewards", "scores"]:
+        raise RewardError(f"{what} with {' and '.join(found)}, any of which could be the score: rename the others")
+    return found[0]
 
 
 def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:
