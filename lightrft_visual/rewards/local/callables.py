@@ -58,8 +58,8 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
 
 
 def score_key(result: Mapping[str, Any], what: str) -> str:
-    """Which of SCORE_KEYS holds the scores. Raises RewardError where none does, and where it could be two; of OpenRLHF's
-    `rewards` and `scores` it is the first. what: begins the error."""
+    """Which of SCORE_KEYS holds the scores. Raises RewardError where none does, and where it could be two; of `rewards`
+    and `scores`, as OpenRLHF has them, it is the first. what: begins the error."""
     found = [key for key in SCORE_KEYS if key in result]
     if not found:
         raise RewardError(f"{what} without scores: give it one of {SCORE_KEYS}")
@@ -93,6 +93,8 @@ def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[A
 
 def _read_scores(scores: Any, name: str, size: int, lenient: bool) -> Scores:
     """The scores that a function returned, without the numbers beside them."""
+    if size == 1 and getattr(scores, "shape", None) == ():  # of one that ends in .squeeze()
+        scores = scores.reshape(1)
     entries = as_list(scores, name)
     if len(entries) != size:
         raise RewardError(f"reward function {name} returned {len(entries)} scores for {size} samples")
