@@ -4,6 +4,7 @@ So TRL's `f(prompts, completions, **columns)` and LightRFT's `reward_fn(model_re
 label_map)` work as they are, sync or async; `registry.reward_forms` has systems that call their functions otherwise.
 """
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -397,7 +398,8 @@ class CallableSource(Source):
     lenient: what the function cannot score is invalid, see `score`. copies: whether it gets tensors of its own, as it
     may change them.
 
-    A function that takes nothing, or nothing but `device`, makes the scorer and is called now (flow_grpo's factories).
+    A class of a file, and a function there that takes nothing but settings and `device` (flow_grpo's factories), make the
+    scorer and are called now.
     """
 
     def __init__(
@@ -413,25 +415,32 @@ class CallableSource(Source):
         self.lenient, self.copies = lenient, copies
         if not callable(function):
             raise ConfigError(f"reward function {name or function!r} is not callable")
-        self.name = name or callable_name(function)
+        self.name, self.given = name or callable_name(function), dict(given or {})
         self.function = self._made(function, device)
         self.signature = Signature(self.function, self.name)
         self.uses_device = "device" in {*Signature(function, self.name).names, *self.signature.names}
         self.form = choose_form(form, self.function, self.signature)
         bound = self.function.keywords if isinstance(self.function, partial) else {}  # no column takes its place
-        self.given = {**bound, **(given or {})}
+        self.given = {**bound, **self.given}
         if self.form.told:
             say_form(self.name, self.form.told)
 
     def _made(self, function: Callable[..., Any], device: Any) -> Callable[..., Any]:
-        signature = Signature(function, self.name)
-        reads = signature.by_position or signature.takes_all or set(signature.names) - {"device"}
-        if reads or not isinstance(function, LoadedFunction):
+        """The function, or what it makes; then the settings that it takes are no longer in `given`."""
+        if not isinstance(function, LoadedFunction):
             return function
-        made = call(function, self.name, {"device": torch.device(device)} if signature.names else {})
+        signature, settings = Signature(function, self.name), {*self.given}.difference(RESERVED)
+        reads = signature.by_position or signature.takes_all or {*signature.names}.difference(settings, ["device"])
+        if reads and not inspect.isclass(function.function):
+            return function
+        own = {*self.given} & ({*signature.names} | (settings if signature.takes_all else set()))
+        arguments = {name: self.given.pop(name) for name in own}
+        arguments |= {"device": torch.device(device)} if "device" in signature.names else {}
+        made = call(function, self.name, arguments)
         if not callable(made):
             raise ConfigError(
-                f"reward function {self.name} names no input: name what it reads, such as completions and references"
+                f"reward function {self.name} makes nothing that can be called, and reads no input: name what it reads, "
+                "such as completions and references"
             )
         return made
 

@@ -252,7 +252,7 @@ class SandboxedCallable(RemoteCallable):
 
     def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
         self.__signature__ = signature_of(loaded)
-        if not set(self.__signature__.parameters) - {"device"}:
+        if inspect.isclass(loaded.function) or not set(self.__signature__.parameters) - {"device"}:
             raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
         self.function, self.seconds = loaded.function, seconds
         path, _, name = loaded.spec.rpartition(":")
