@@ -215,6 +215,9 @@ class RewardComputationEngine:
         unused = [name for name, source in self._sources.items() if all(source is not s for s in built.values())]
         if unused:
             log.warning("the reward recipe does not use: %s", ", ".join(unused))
+        counted = {entry.name for entries in self.recipe.entries.values() for entry in entries if entry.weight}
+        if off := dict.fromkeys(entry.name for entry in self.recipe.components() if entry.name not in counted):
+            log.warning("rewards of weight 0 are not asked, and in no metric: %s", ", ".join(off))
         return built
 
     def compute_rewards(

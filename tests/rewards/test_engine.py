@@ -209,9 +209,10 @@ def test_a_recipe_uses_a_reward_fn_with_keyword_arguments_as_a_component():
     assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [2.5, 2.5]
 
 
-def test_label_recipes_with_rules_and_zero_weights():
+def test_label_recipes_with_rules_and_zero_weights(caplog):
     recipe = {"count": [("rule", "numeric", 2.0), ("rule", "format", 0.5)], "free": [("rule", "exact", 0.0)]}
     engine = RewardComputationEngine(reward_recipe=recipe)
+    assert "rewards of weight 0 are not asked, and in no metric: exact" in caplog.messages
     samples = make_samples(["it is 3", "x"], ["3", "x"], ["count", "free"])
     result = engine.compute_rewards([samples])
     assert result.score.tolist() == [2, 0] and result.valid.all() and "exact" not in result.components

@@ -398,8 +398,8 @@ class CallableSource(Source):
     lenient: what the function cannot score is invalid, see `score`. copies: whether it gets tensors of its own, as it
     may change them.
 
-    A class of a file, and a function there that takes nothing but settings and `device` (flow_grpo's factories), make the
-    scorer and are called now.
+    A class of a file, and a function there that takes nothing but settings and `device` (flow_grpo's factories), make
+    the scorer and are called now.
     """
 
     def __init__(
@@ -439,7 +439,7 @@ class CallableSource(Source):
         made = call(function, self.name, arguments)
         if not callable(made):
             raise ConfigError(
-                f"reward function {self.name} makes nothing that can be called, and reads no input: name what it reads, "
+                f"reward function {self.name} reads no input and makes nothing that can be called: name what it reads, "
                 "such as completions and references"
             )
         return made
