@@ -22,7 +22,7 @@ from ..experience.rollouts import Episode, Rollout
 from ..experience.types import Samples, SamplesVL
 from ..experience.vision import VisionTensors
 from ..runtime.usercode.calls import AsRewardError, Failed, ScoringFailed
-from .imaging import EncodedImages, to_pil, video_frames
+from .imaging import EncodedImages, is_finite, to_pil, video_frames
 from .recipe import ENGINE_METRICS
 
 T = torch.Tensor
@@ -101,6 +101,12 @@ class RewardBatch:
     def columns(self) -> set[str]:
         """Names of the other columns, of the data and of these samples."""
         return {*self.data_columns, *(name for sample in self.metadata for name in sample)}
+
+    @property
+    def lost(self) -> T:
+        """(B) bool: samples whose generated image or video is missing, as `batch_from_media` leaves out broken ones."""
+        missing = [any(each is None for each in (*images, *videos)) for images, videos in zip(self.images, self.videos)]
+        return torch.tensor(missing, dtype=torch.bool) & self.generated
 
     @property
     def identities(self) -> list[tuple[int, ...]]:
@@ -220,7 +226,8 @@ def batch_from_media(
     group_ids: Sequence[int] | None = None,
     step: int = 0,
 ) -> RewardBatch:
-    """Generated media as a batch. Raises RewardError when a list does not have one entry per prompt.
+    """Generated media as a batch, in which those with values that are not finite are None. Raises RewardError when a
+    list does not have one entry per prompt.
 
     Args:
         prompts: n texts, one for each image or video.
@@ -246,14 +253,20 @@ def batch_from_media(
         labels=columns["labels"],
         references=columns["references"],
         metadata=[dict(sample or {}) for sample in columns["metadata"]],
-        images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
-        videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
+        images=_usable(images, size, to_pil),
+        videos=_usable(videos, size, lambda video: video),
         source_images=[list(sample) for sample in source_images] if any(source_images or ()) else [],
         ids=[int(i) for i in (range(size) if ids is None else ids)],
         group_ids=[int(i) for i in (range(size) if group_ids is None else group_ids)],
         generated=True,
         step=step,
     )
+
+
+def _usable(media: Sequence[Any] | None, size: int, read: Callable[[Any], Any]) -> list[list[Any]]:
+    if media is None:
+        return [[] for _ in range(size)]
+    return [[read(each) if is_finite(each) else None] for each in media]
 
 
 @dataclass(frozen=True)

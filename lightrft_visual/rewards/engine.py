@@ -319,7 +319,8 @@ class RewardComputationEngine:
             early: what `begin` has started for these samples.
         """
         started = time.perf_counter()
-        jobs, batch = self._plan(batch.labels), replace(batch, **self._data)
+        batch, lost = replace(batch, **self._data), batch.lost
+        jobs = self._plan(batch.labels, (~lost).nonzero().flatten().tolist())
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):
@@ -330,8 +331,10 @@ class RewardComputationEngine:
             else:
                 none = torch.zeros(len(batch), dtype=torch.bool)
                 may_be_empty = self._may_be_empty(batch) if self.recipe or batch.episodes else none
-                score, valid = weighted_sum(columns, len(batch), may_be_empty)
+                score, valid = weighted_sum(columns, len(batch), may_be_empty & ~lost)
                 named = named_components(columns)
+        if lost.any():
+            reasons["what was drawn"] = Counter({"values that are not finite": int(lost.sum())})
         if self.recipe is not None and self.recipe.average:
             named.setdefault("avg", score)  # unless a component has this name
         metrics = self._check_invalid(valid, reasons, device)
@@ -369,14 +372,18 @@ class RewardComputationEngine:
         unscored = {name: torch.zeros(size, device=device) for name in names}  # where nothing has a weight, too
         return unscored | {column.job.name: column.job.weights.float().to(device) for column in columns}
 
-    def _plan(self, labels: Sequence[str | None]) -> list[Job]:
+    def _plan(self, labels: Sequence[str | None], indices: Sequence[int] | None = None) -> list[Job]:
+        """What scores these samples, or all."""
+        indices = range(len(labels)) if indices is None else indices
         if self.recipe is None:
-            ones, everything = torch.ones(len(labels), dtype=torch.float64), list(range(len(labels)))
-            return [Job(name, source, everything, ones) for name, source in self._sources.items()]
+            ones = torch.ones(len(labels), dtype=torch.float64)
+            return [
+                Job(name, source, [*indices], ones) for name, source in self._sources.items() if indices or not labels
+            ]
         jobs: dict[tuple, Job] = {}
         order = [entry.identity for entry in self.recipe.components()]  # the same on all ranks, whose labels differ
-        for index, label in enumerate(labels):
-            for entry in self.recipe.for_label(label):
+        for index in indices:
+            for entry in self.recipe.for_label(labels[index]):
                 if entry.weight == 0:
                     continue
                 if entry.identity not in jobs:
@@ -405,7 +412,7 @@ class RewardComputationEngine:
         """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score.
 
         Why it gave none is added to `reasons`."""
-        failed = torch.zeros(len(batch), dtype=torch.bool)
+        failed = batch.lost
         for column in columns:
             failed |= column.failed
         kept = (~failed).nonzero().flatten().tolist()
