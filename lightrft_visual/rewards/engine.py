@@ -329,9 +329,7 @@ class RewardComputationEngine:
             if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
-                none = torch.zeros(len(batch), dtype=torch.bool)
-                may_be_empty = self._may_be_empty(batch) if self.recipe or batch.episodes else none
-                score, valid = weighted_sum(columns, len(batch), may_be_empty & ~lost)
+                score, valid = weighted_sum(columns, len(batch), self._may_be_empty(batch) & ~lost)
                 named = named_components(columns)
         if lost.any():
             reasons["what was drawn"] = Counter({"values that are not finite": int(lost.sum())})
@@ -376,16 +374,12 @@ class RewardComputationEngine:
         """What scores these samples, or all."""
         indices = range(len(labels)) if indices is None else indices
         if self.recipe is None:
-            ones = torch.ones(len(labels), dtype=torch.float64)
-            return [
-                Job(name, source, [*indices], ones) for name, source in self._sources.items() if indices or not labels
-            ]
+            ones, sources = torch.ones(len(labels), dtype=torch.float64), self._sources if indices or not labels else {}
+            return [Job(name, source, [*indices], ones) for name, source in sources.items()]
         jobs: dict[tuple, Job] = {}
         order = [entry.identity for entry in self.recipe.components()]  # the same on all ranks, whose labels differ
         for index in indices:
-            for entry in self.recipe.for_label(labels[index]):
-                if entry.weight == 0:
-                    continue
+            for entry in (each for each in self.recipe.for_label(labels[index]) if each.weight):
                 if entry.identity not in jobs:
                     weights = torch.zeros(len(labels), dtype=torch.float64)
                     source = self._by_identity[entry.identity]
@@ -409,9 +403,8 @@ class RewardComputationEngine:
     def _aggregate_by_hand(
         self, batch: RewardBatch, columns: Sequence[Column], call: Call, reasons: dict[str, Counter[str]]
     ) -> tuple[T, T, dict[str, T]]:
-        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score.
-
-        Why it gave none is added to `reasons`."""
+        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed, as it never sees a failed score. Why
+        it gave none is added to `reasons`."""
         failed = batch.lost
         for column in columns:
             failed |= column.failed
