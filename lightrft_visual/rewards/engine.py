@@ -403,8 +403,8 @@ class RewardComputationEngine:
     def _aggregate_by_hand(
         self, batch: RewardBatch, columns: Sequence[Column], call: Call, reasons: dict[str, Counter[str]]
     ) -> tuple[T, T, dict[str, T]]:
-        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed, as it never sees a failed score. Why
-        it gave none is added to `reasons`."""
+        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed. Why it gave none is added to
+        `reasons`."""
         failed = batch.lost
         for column in columns:
             failed |= column.failed

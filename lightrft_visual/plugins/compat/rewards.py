@@ -168,7 +168,10 @@ FLOW_GRPO = Form(
 
 def reads_messages(function: Callable[..., Any]) -> bool:
     """Whether the function, or one of its file that it names, reads `something[0]["content"]`, a chat message."""
-    function = inspect.unwrap(getattr(function, "function", function))
+    function = getattr(function, "function", function)
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
     home, seen = _module(function), set()
     waiting = [function if isinstance(function, FunctionType) else type(function).__call__]
     while waiting:
