@@ -62,7 +62,21 @@ def test_exact_of_tagged_answers_only_or_as_is():
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("1,234.5 apples", 1234.5), ("3-2", 2), ("-2e3", -2000), ("12%", 0.12), ("none", None), (".5", 0.5), ("9. ", 9)],
+    [
+        ("1,234.5 apples", 1234.5),
+        ("3-2", 2),
+        ("-2e3", -2000),
+        ("12%", 0.12),
+        ("none", None),
+        (".5", 0.5),
+        ("9. ", 9),
+        ("5/4", None),
+        ("5 / 4", None),
+        (r"\frac{1}{4}", None),
+        ("12:30", None),
+        ("Step 1: 5", 5),
+        ("Answer:5", 5),
+    ],
 )
 def test_last_number(text, wanted):
     assert last_number(text) == wanted
