@@ -130,9 +130,7 @@ def problem_of(entry: Any) -> str | None:
 def _read_metric(value: Any, what: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(size) float64 from one number a sample or one for all; None and NaN mean no value. (size) bool: which are a NaN
     that was given, and so no score."""
-    one_for_all = isinstance(value, (bool, int, float)) or (
-        isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
-    )
+    one_for_all = isinstance(value, (bool, int, float)) or getattr(value, "shape", None) == ()
     entries = [value] * size if one_for_all else as_list(value, what)
     if len(entries) != size:
         raise RewardError(f"reward function {what} has {len(entries)} values for {size} samples")
@@ -438,10 +436,7 @@ class CallableSource(Source):
         arguments |= {"device": torch.device(device)} if "device" in signature.names else {}
         made = call(function, self.name, arguments)
         if not callable(made):
-            raise ConfigError(
-                f"reward function {self.name} reads no input and makes nothing that can be called: name what it reads, "
-                "such as completions and references"
-            )
+            raise ConfigError(f"reward function {self.name} names no input, such as completions, and makes no function")
         return made
 
     def score(self, batch: RewardBatch, how: Call | None = None, told: bool = False) -> Scores:
