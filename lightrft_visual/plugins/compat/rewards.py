@@ -19,7 +19,13 @@ from ...rewards.local.forms import LOGGING, Form
 
 def records(results: Any, name: str, own: str = "score") -> Any:
     """A score and its metrics from one result a sample: a number, a mapping with a score, or ROLL's tuple
-    (extracted answer, reward, format flag, correct flag). Texts beside a score are left out. own: its key there."""
+    (extracted answer, reward, format flag, correct flag). Texts beside a score are left out.
+
+    Args:
+        results: what the function returned.
+        name: of it.
+        own: the key of a score in mappings of its system.
+    """
     if not isinstance(results, (list, tuple)):
         return results
     pairs = [_record(result, name, own) for result in results]
