@@ -252,7 +252,10 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
         return ("model" if model else "rule"), reward, reward  # a name that nobody knows yet may be of a plugin
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(reward, torch.nn.Module):
-        return "model", give(type(reward).__name__, reward), ""
+        from .rewards.registry import reads_token_ids
+
+        if reads_token_ids(reward):
+            return "model", give(type(reward).__name__, reward), ""
     if callable(reward):
         return "func", give(name_of(reward), _named(reward)), name_of(reward)
     raise ConfigError(

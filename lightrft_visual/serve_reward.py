@@ -66,6 +66,7 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 def build(arguments: argparse.Namespace) -> Any:
     """What is served. Raises ConfigError."""
+    from .config.shared import RewardConfig
     from .rewards.local.callables import CallableSource
     from .rewards.registry import build_scorer
     from .runtime.usercode.loading import load_reward_fn
@@ -76,9 +77,10 @@ def build(arguments: argparse.Namespace) -> Any:
             raise ConfigError("--kwargs belongs to --scorer and --components; a function has no settings")
         function = load_reward_fn(arguments.reward_fn)
         return CallableSource(function, form=arguments.reward_form, device=arguments.device)
+    scorer = arguments.scorer
     if arguments.components:
-        return build_scorer("multi", {"components": parse_settings(arguments.components), "kwargs": settings})
-    return build_scorer(arguments.scorer, settings)
+        scorer, settings = "multi", {"components": parse_settings(arguments.components), "kwargs": settings}
+    return build_scorer(scorer, settings, RewardConfig(reward_cpu_offload=False))  # nobody else uses the device
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from ..experience.rollouts import Episode, Rollout
 from ..experience.types import Samples, SamplesVL
 from ..experience.vision import VisionTensors
 from ..runtime.usercode.calls import AsRewardError, Failed, ScoringFailed
-from .imaging import EncodedImages, to_pil, video_frames
+from .imaging import EncodedImages, is_finite, to_pil, video_frames
 from .recipe import ENGINE_METRICS
 
 T = torch.Tensor
@@ -47,7 +47,7 @@ class RewardBatch:
     None; the one that was drawn, where the response is an image. videos: the sample's videos: of prompts, uint8 arrays
     (T, H, W, 3); of the policy, a list of frames, a (C, T, H, W) float tensor in 0..1 or a (T, C, H, W) uint8 one.
     `generated` is true when the media were made by the policy (one image or video a sample) and false when they were
-    part of the prompt.
+    part of the prompt; drawn: of text models that may draw, for which samples it was; empty of media.
     vision: what the policy reads of each sample's prompt images and videos; empty of media.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
     episodes: of samples of several turns, whose response is the last one; empty without any.
@@ -70,6 +70,7 @@ class RewardBatch:
     source_images: list[list[Any]] = field(default_factory=list)
     vision: list[VisionTensors] = field(default_factory=list)
     episodes: list[Episode | None] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
     data_columns: frozenset[str] = frozenset()
@@ -100,6 +101,12 @@ class RewardBatch:
     def columns(self) -> set[str]:
         """Names of the other columns, of the data and of these samples."""
         return {*self.data_columns, *(name for sample in self.metadata for name in sample)}
+
+    @property
+    def lost(self) -> T:
+        """(B) bool: samples whose generated image or video is missing, as `batch_from_media` leaves out broken ones."""
+        missing = [any(each is None for each in (*images, *videos)) for images, videos in zip(self.images, self.videos)]
+        return torch.tensor(missing, dtype=torch.bool) & self.generated
 
     @property
     def identities(self) -> list[tuple[int, ...]]:
@@ -151,7 +158,7 @@ def _batch_of(samples: Samples, vlm_mode: bool) -> RewardBatch:
             raise RewardError(f"{name} has {len(values)} entries for {size} samples")
         return [None] * size if values is None else values
 
-    images = [list(own or []) for own in column(shown, "raw_images")]
+    images, drawn = [list(own or []) for own in column(shown, "raw_images")], column(shown, "drawn_images")
     sequences, attention = samples.sequences.cpu(), samples.attention_mask.cpu().bool()
     actions, start = samples.action_mask.cpu().bool(), samples.sequences.shape[1] - samples.num_actions
     return RewardBatch(
@@ -160,13 +167,14 @@ def _batch_of(samples: Samples, vlm_mode: bool) -> RewardBatch:
         labels=samples.labels,
         references=samples.references,
         metadata=samples.metadata,
-        images=[own if drawn is None else [drawn] for own, drawn in zip(images, column(shown, "drawn_images"))],
+        images=[own if made is None else [made] for own, made in zip(images, drawn)],
         videos=[_frames_of(own or []) for own in column(shown, "raw_videos")],
         ids=samples.sample_ids.tolist(),
         group_ids=samples.group_ids.tolist(),
         vision=_vision_of(shown, size),
         sequence_tokens=[sequences[i][attention[i]] for i in range(size)],
         completion_tokens=[sequences[i, start:][actions[i]] for i in range(size)],
+        drawn=[made is not None for made in drawn],
     )
 
 
@@ -195,6 +203,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         completion_tokens=[torch.tensor(rollout.sampled_ids, dtype=torch.long) for rollout in rollouts],
         vision=[rollout.vision for rollout in rollouts],
         episodes=[rollout.episode for rollout in rollouts] if any(rollout.episode for rollout in rollouts) else [],
+        drawn=[rollout.image is not None for rollout in rollouts],
         step=max((rollout.policy_version for rollout in rollouts), default=0),
     )
 
@@ -217,7 +226,8 @@ def batch_from_media(
     group_ids: Sequence[int] | None = None,
     step: int = 0,
 ) -> RewardBatch:
-    """Generated media as a batch. Raises RewardError when a list does not have one entry per prompt.
+    """Generated media as a batch, in which those with values that are not finite are None. Raises RewardError when a
+    list does not have one entry per prompt.
 
     Args:
         prompts: n texts, one for each image or video.
@@ -243,14 +253,20 @@ def batch_from_media(
         labels=columns["labels"],
         references=columns["references"],
         metadata=[dict(sample or {}) for sample in columns["metadata"]],
-        images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
-        videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
+        images=_usable(images, size, to_pil),
+        videos=_usable(videos, size, lambda video: video),
         source_images=[list(sample) for sample in source_images] if any(source_images or ()) else [],
         ids=[int(i) for i in (range(size) if ids is None else ids)],
         group_ids=[int(i) for i in (range(size) if group_ids is None else group_ids)],
         generated=True,
         step=step,
     )
+
+
+def _usable(media: Sequence[Any] | None, size: int, read: Callable[[Any], Any]) -> list[list[Any]]:
+    if media is None:
+        return [[] for _ in range(size)]
+    return [[read(each) if is_finite(each) else None] for each in media]
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,9 @@ class RewardComputationEngine:
         unused = [name for name, source in self._sources.items() if all(source is not s for s in built.values())]
         if unused:
             log.warning("the reward recipe does not use: %s", ", ".join(unused))
+        counted = {entry.name for entries in self.recipe.entries.values() for entry in entries if entry.weight}
+        if off := dict.fromkeys(entry.name for entry in self.recipe.components() if entry.name not in counted):
+            log.warning("rewards of weight 0 are not asked, and in no metric: %s", ", ".join(off))
         return built
 
     def compute_rewards(
@@ -316,7 +319,8 @@ class RewardComputationEngine:
             early: what `begin` has started for these samples.
         """
         started = time.perf_counter()
-        jobs, batch = self._plan(batch.labels), replace(batch, **self._data)
+        batch, lost = replace(batch, **self._data), batch.lost
+        jobs = self._plan(batch.labels, (~lost).nonzero().flatten().tolist())
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):
@@ -325,10 +329,10 @@ class RewardComputationEngine:
             if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
-                none = torch.zeros(len(batch), dtype=torch.bool)
-                may_be_empty = self._may_be_empty(batch) if self.recipe or batch.episodes else none
-                score, valid = weighted_sum(columns, len(batch), may_be_empty)
+                score, valid = weighted_sum(columns, len(batch), self._may_be_empty(batch) & ~lost)
                 named = named_components(columns)
+        if lost.any():
+            reasons["what was drawn"] = Counter({"values that are not finite": int(lost.sum())})
         if self.recipe is not None and self.recipe.average:
             named.setdefault("avg", score)  # unless a component has this name
         metrics = self._check_invalid(valid, reasons, device)
@@ -366,16 +370,16 @@ class RewardComputationEngine:
         unscored = {name: torch.zeros(size, device=device) for name in names}  # where nothing has a weight, too
         return unscored | {column.job.name: column.job.weights.float().to(device) for column in columns}
 
-    def _plan(self, labels: Sequence[str | None]) -> list[Job]:
+    def _plan(self, labels: Sequence[str | None], indices: Sequence[int] | None = None) -> list[Job]:
+        """What scores these samples, or all."""
+        indices = range(len(labels)) if indices is None else indices
         if self.recipe is None:
-            ones, everything = torch.ones(len(labels), dtype=torch.float64), list(range(len(labels)))
-            return [Job(name, source, everything, ones) for name, source in self._sources.items()]
+            ones, sources = torch.ones(len(labels), dtype=torch.float64), self._sources if indices or not labels else {}
+            return [Job(name, source, [*indices], ones) for name, source in sources.items()]
         jobs: dict[tuple, Job] = {}
         order = [entry.identity for entry in self.recipe.components()]  # the same on all ranks, whose labels differ
-        for index, label in enumerate(labels):
-            for entry in self.recipe.for_label(label):
-                if entry.weight == 0:
-                    continue
+        for index in indices:
+            for entry in (each for each in self.recipe.for_label(labels[index]) if each.weight):
                 if entry.identity not in jobs:
                     weights = torch.zeros(len(labels), dtype=torch.float64)
                     source = self._by_identity[entry.identity]
@@ -399,10 +403,9 @@ class RewardComputationEngine:
     def _aggregate_by_hand(
         self, batch: RewardBatch, columns: Sequence[Column], call: Call, reasons: dict[str, Counter[str]]
     ) -> tuple[T, T, dict[str, T]]:
-        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed; it never sees a failed score.
-
-        Why it gave none is added to `reasons`."""
-        failed = torch.zeros(len(batch), dtype=torch.bool)
+        """`reward_fn(model_reward_list=...)` over the samples on which nothing failed. Why it gave none is added to
+        `reasons`."""
+        failed = batch.lost
         for column in columns:
             failed |= column.failed
         kept = (~failed).nonzero().flatten().tolist()

@@ -27,12 +27,17 @@ def to_pil(image: Any) -> Image.Image | None:
     """
     if image is None:
         return None
-    if isinstance(image, torch.Tensor) and not torch.isfinite(image).all():
+    if not is_finite(image):
         raise RewardError("an image to score has values that are not finite")
     try:
         return imaging.to_pil(image)
     except DataError as error:
         raise RewardError(f"an image to score: {error}") from error
+
+
+def is_finite(media: Any) -> bool:
+    """Whether an image or video has neither NaN nor infinity in it."""
+    return not isinstance(media, torch.Tensor) or bool(torch.isfinite(media).all())
 
 
 def video_frames(video: Any, count: int | None = None) -> list[Image.Image]:

@@ -138,11 +138,12 @@ def named_entries(value: str | Path | Sequence[str | Path] | None) -> dict[str, 
 
 
 def reads_token_ids(function: Any) -> bool:
-    """Whether it is a torch module, or the class of one, that is called as reward models are."""
-    kind = function if inspect.isclass(function) else type(function)
+    """Whether it is a torch module, or the class of one, that is called as reward models are, or a front of one."""
     torch = sys.modules.get("torch")
-    module = torch is not None and issubclass(kind, torch.nn.Module)
-    return module and "attention_mask" in inspect.signature(kind.forward).parameters
+    if torch is None or not issubclass(function if inspect.isclass(function) else type(function), torch.nn.Module):
+        return False
+    named = inspect.signature(function.forward).parameters
+    return hasattr(function, "base_model") or not {"attention_mask", "prompt_and_outputs"}.isdisjoint(named)
 
 
 def _by_name(what: str, entries: Sequence[Any], usual: Callable[[int], str]) -> dict[str, Any]:
@@ -372,9 +373,8 @@ class Catalogue:
             self._closing.append(scorer.close)
         if isinstance(scorer, Source):
             return scorer
-        bound = scorer.keywords if isinstance(scorer, partial) else {}  # no column takes the place of a setting
         copies = not is_shipped(find_scorer(entry.key))  # built-in ones only read
-        return CallableSource(scorer, entry.name, bound, lenient=self.lenient, copies=copies)
+        return CallableSource(scorer, entry.name, lenient=self.lenient, copies=copies)
 
     def _on_actors(self, entry: RecipeEntry) -> bool:
         return (entry.transport or self.config.reward_transport) == "ray"

@@ -137,6 +137,26 @@ def test_aggregation_by_hand_never_sees_failed_samples():
     assert result.components["first"][1:].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("kind", ["images", "videos"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_drawing_that_is_not_finite_costs_its_own_sample(kind, by_hand, caplog):
+    def size(images, videos):
+        return [float(len(images))] * len(images)
+
+    def doubled(model_reward_list):
+        return model_reward_list[0] * 2
+
+    engine = RewardComputationEngine(custom_reward_func=size, reward_fn=doubled if by_hand else None)
+    media = list(torch.ones(3, 3, 2, 2) if kind == "images" else torch.ones(3, 3, 4, 2, 2))
+    media[1][0, 0] = float("nan")
+    result = engine.score_media(["a"] * 3, **{kind: media})
+    assert result.valid.tolist() == [True, False, True]
+    assert result.score[[0, 2]].tolist() == [4, 4] if by_hand else [2, 2]
+    assert "reward what was drawn: 1 of 3 samples failed: values that are not finite" in caplog.messages
+    with pytest.raises(RewardError, match=r"what was drawn: values that are not finite \(1 samples\)"):
+        engine.score_media(["a"], **{kind: [media[1]]})
+
+
 def two(sequences, mask, *, prompt_and_outputs, **inputs):
     return [2.0] * len(prompt_and_outputs)
 
@@ -209,9 +229,10 @@ def test_a_recipe_uses_a_reward_fn_with_keyword_arguments_as_a_component():
     assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [2.5, 2.5]
 
 
-def test_label_recipes_with_rules_and_zero_weights():
+def test_label_recipes_with_rules_and_zero_weights(caplog):
     recipe = {"count": [("rule", "numeric", 2.0), ("rule", "format", 0.5)], "free": [("rule", "exact", 0.0)]}
     engine = RewardComputationEngine(reward_recipe=recipe)
+    assert "rewards of weight 0 are not asked, and in no metric: exact" in caplog.messages
     samples = make_samples(["it is 3", "x"], ["3", "x"], ["count", "free"])
     result = engine.compute_rewards([samples])
     assert result.score.tolist() == [2, 0] and result.valid.all() and "exact" not in result.components

@@ -62,7 +62,21 @@ def test_exact_of_tagged_answers_only_or_as_is():
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("1,234.5 apples", 1234.5), ("3-2", 2), ("-2e3", -2000), ("12%", 0.12), ("none", None), (".5", 0.5), ("9. ", 9)],
+    [
+        ("1,234.5 apples", 1234.5),
+        ("3-2", 2),
+        ("-2e3", -2000),
+        ("12%", 0.12),
+        ("none", None),
+        (".5", 0.5),
+        ("9. ", 9),
+        ("5/4", None),
+        ("5 / 4", None),
+        (r"\frac{1}{4}", None),
+        ("12:30", None),
+        ("Step 1: 5", 5),
+        ("Answer:5", 5),
+    ],
 )
 def test_last_number(text, wanted):
     assert last_number(text) == wanted
@@ -148,3 +162,16 @@ def test_math_equivalence_and_time_limit():
         assert after == 1
     finally:
         score.close()
+
+
+@pytest.mark.parametrize("said", [r"\boxed{%s}", "<answer>%s</answer>"])
+def test_math_of_a_bare_expression_is_not_its_leading_number(said):
+    from lightrft_visual.rewards.functions.math_worker import verify_answer
+
+    for whole, part in [(r"8\sqrt{3}", "8"), ("2x+1", "2"), (r"3\pi", "3"), ("3 and 4", "4")]:
+        assert verify_answer(said % part, [whole]) == 0
+        assert verify_answer(said % whole, [whole]) == 1
+    assert verify_answer(r"<answer>8\sqrt{2}</answer>", ["8"]) == 0
+    for reference in ("7 dollars", "7 m/s", "7 cm", "$7"):
+        assert verify_answer(said % "7", [reference]) == 1
+    assert verify_answer("<answer>I think 7</answer>", ["7"]) == verify_answer("That makes 7 dollars.", ["7"]) == 1

@@ -103,6 +103,13 @@ def test_a_model_that_says_seven_of_nine_gives_that_score(folder, tmp_path):
     assert found.score.tolist() == pytest.approx([7 / 9] * 2) and found.components["judge_tokens"].tolist() == [1, 1]
 
 
+def test_a_reply_that_is_cut_is_no_score(folder):
+    judge = Judge(folder, "{prompt}", bf16=False, max_tokens=3)
+    answering(judge, ["A score of 0 would"])
+    (found,) = judge(batch_from_media(["a"]), "cpu")["rewards"]
+    assert found.reason == "the judge's reply was cut at max_tokens"
+
+
 def test_the_oldest_reply_is_forgotten_first(folder):
     judge = Judge(folder, "{prompt}", bf16=False, cache=2)
     asked = answering(judge, ["score: 1", "score: 2", "score: 3", "score: 4"])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,6 +154,33 @@ def test_a_function_that_always_fails_ends_the_run_by_any_policy():
 
     with pytest.raises(RewardError, match=r"100% of 2 rewards are invalid.*broken raised AttributeError"):
         scored(broken, config=RewardConfig(on_reward_error="skip"))
+
+
+MADE = """
+class Short:
+    def __init__(self, limit=2, **others):
+        self.limit, self.others = limit, others
+
+    def __call__(self, completions):
+        return [float(len(each) < self.limit) + len(self.others) for each in completions]
+
+
+def longer(device, than):
+    return lambda completions: [float(len(each) > than) for each in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "scores"),
+    [("Short", {}, [1, 0]), ("Short", {"limit": 3, "more": 1}, [2, 2]), ("longer", {"than": 1}, [0, 1])],
+)
+def test_a_class_or_factory_of_a_file_makes_the_scorer_with_its_settings(tmp_path, name, settings, scores):
+    (tmp_path / "mine.py").write_text(MADE)
+    config = RewardConfig(components={"a": 1.0}, kwargs={"a": {"scorer": f"{tmp_path}/mine.py:{name}", **settings}})
+    samples = make_samples(["a", "bb"], metadata=[{"limit": 9}] * 2)
+    assert RewardComputationEngine.from_config(config).compute_rewards([samples]).score.tolist() == scores
+    with pytest.raises(ConfigError, match="makes its scorer at the start") if name == "Short" else nullcontext():
+        RewardComputationEngine.from_config(replace(config, reward_fn_timeout=5.0))
 
 
 def test_a_differentiable_reward(file):

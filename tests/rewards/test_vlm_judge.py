@@ -10,7 +10,7 @@ from reward_servers import FaultyServer, Handler
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
-from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
 from lightrft_visual.rewards.functions.unified_reward import ASKED, UnifiedReward, question_and_pattern
 from lightrft_visual.rewards.functions.vlm_judge import Judging
 from lightrft_visual.rewards.remote.wire import BadReply
@@ -27,7 +27,8 @@ def chat_server(monkeypatch):
         text = body["messages"][-1]["content"][-1]["text"]
         time.sleep(0.0 if "broken" in text else 0.05)
         words = "I cannot say" if "broken" in text else f"Score: 3? No.\n**Final Score:** {text.count('x')}"
-        handler.reply(200, {"choices": [{"message": {"content": words}}]})
+        ended = {"finish_reason": "length"} if "cut" in text else {}
+        handler.reply(200, {"choices": [{"message": {"content": words}, **ended}]})
 
     monkeypatch.setattr(Handler, "answer", answer)
     with FaultyServer() as server:
@@ -69,13 +70,13 @@ def test_marks_of_the_policys_chat_template_are_no_turns_and_places_of_images_to
 
 def test_last_score_is_read_images_are_seen_and_prose_costs_its_own_sample(chat_server):
     engine = judged(chat_server, question="{prompt}{response}")
-    texts = ["xx", "broken", *["xxxxx"] * 38]
+    texts = ["xx", "broken", "xxxxx", "cut", *["xxxxx"] * 36]
     samples = make_samples(texts, prompts=[""] * 40, images=[[PICTURE, PICTURE], *[[]] * 39])
     result = engine.compute_rewards([samples])
     drawn = engine.score_media(["xxx"], [PICTURE])
     engine.close()
     assert result.score[[0, 2]].tolist() == pytest.approx([0.2, 0.5]) and drawn.score.item() == pytest.approx(0.3)
-    assert (~result.valid).nonzero().flatten().tolist() == [1]
+    assert (~result.valid).nonzero().flatten().tolist() == [1, 3]
     asked = next(body for body in chat_server.bodies if len(body["messages"][0]["content"]) == 3)
     url = asked["messages"][0]["content"][0]["image_url"]["url"]
     assert url.startswith("data:image/png;base64,") and asked["model"] == "m"
@@ -97,6 +98,16 @@ def test_a_judge_sees_what_an_edit_was_made_from():
     (message,) = Judging().messages(batch, 0, lambda image: image.size)
     assert message["content"][:2] == [(2, 2), (6, 6)]
     assert "instruction:\nbluer" in message["content"][2]["text"]
+    (message,) = UnifiedReward("http://x").judging.messages(batch, 0, lambda image: image.size)
+    assert message["content"][0] == (6, 6) and "bluer" in message["content"][1]["text"]
+
+
+def test_a_judge_of_what_a_text_model_draws_is_asked_about_images():
+    samples = make_samples(["", "a dot"], prompts=["a red dot", "what?"])
+    samples.drawn_images = [PICTURE, None]
+    batch = batch_from_samples([samples])
+    drawn, told = (Judging().messages(batch, index, str)[0]["content"][-1]["text"] for index in (0, 1))
+    assert "made for this description:\na red dot" in drawn and "Answer to grade:\na dot" in told
 
 
 FIVE, TEN = Judging(low=1, high=5), Judging()
@@ -132,6 +143,7 @@ def test_question_with_a_field_that_cannot_be_filled_is_refused(field):
         (UNIFIED["elements"], "cat (animal): 1\nhat (object): 0\nFinal Score: 2", 0.4),
         (UNIFIED["alignment"], AXES, 2.694700002670288 / 5),
         (UNIFIED["style"], AXES, 0.8),
+        (UNIFIED["final"], "**Final Score**: 4", 0.8),
         *((UNIFIED["final"], text, None) for text in ("", "a fine image", "Final Score: none", "Score: 4")),
         *((UNIFIED["final"], f"Final Score: {number}", None) for number in (0.5, 12, 5.7)),
     ],
@@ -141,6 +153,9 @@ def test_reply_is_read_or_a_failure(judging, reply, value):
         with pytest.raises(BadReply):
             judging.read(reply)
     else:
+        if judging in (FIVE, TEN):
+            with pytest.raises(BadReply, match="cut at max_tokens"):
+                judging.read(reply, cut=True)
         assert judging.read(reply) == pytest.approx(value)
 
 

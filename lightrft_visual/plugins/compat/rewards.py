@@ -4,6 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -11,32 +12,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import RewardError
 from ...rewards.batch import RewardBatch
-from ...rewards.local.callables import OWN_POSITIONS, SCORE_KEYS, at_own_positions, known_input
+from ...rewards.local.callables import OWN_POSITIONS, at_own_positions, known_input, score_key
 from ...rewards.local.forms import LOGGING, Form
 
 
-def records(results: Any, name: str) -> Any:
+def records(results: Any, name: str, own: str = "score") -> Any:
     """A score and its metrics from one result a sample: a number, a mapping with a score, or ROLL's tuple
-    (extracted answer, reward, format flag, correct flag). Texts beside a score are left out."""
+    (extracted answer, reward, format flag, correct flag). Texts beside a score are left out.
+
+    Args:
+        results: what the function returned.
+        name: of it.
+        own: the key of a score in mappings of its system.
+    """
     if not isinstance(results, (list, tuple)):
         return results
-    rows = [_record(result, name) for result in results]
-    names = dict.fromkeys(key for row in rows for key in row if key != "score")
-    return [row["score"] for row in rows], {key: [row.get(key) for row in rows] for key in names}
+    pairs = [_record(result, name, own) for result in results]
+    names = dict.fromkeys(key for _, numbers in pairs for key in numbers)
+    return [score for score, _ in pairs], {key: [numbers.get(key) for _, numbers in pairs] for key in names}
 
 
-def _record(result: Any, name: str) -> dict[str, Any]:
+def _record(result: Any, name: str, own: str) -> tuple[Any, dict[str, Any]]:
     if isinstance(result, tuple) and len(result) == 4:
-        result = dict(zip(("score", "format", "correct"), result[1:]))
+        result = dict(zip((own, "format", "correct"), result[1:]))
     if not isinstance(result, Mapping):
-        return {"score": result}
-    key = next((k for k in ("overall", *SCORE_KEYS) if k in result), None)
-    if key is None:
-        raise RewardError(f"reward function {name} returned a dict without a score: give it 'score' or 'overall'")
+        return result, {}
+    key = own if own in result else score_key(result, f"reward function {name} returned a dict")
     numbers = {k: v for k, v in result.items() if k != key and isinstance(v, (bool, int, float, np.number))}
-    return {**numbers, "score": result[key]}
+    return result[key], numbers
 
 
 def flow_grpo_result(result: Any, name: str) -> Any:
@@ -91,6 +95,7 @@ def _replies(batch: RewardBatch) -> list[Any]:
 
 
 _references, _responses = attrgetter("references"), attrgetter("responses")
+_easyr1_records = partial(records, own="overall")
 _VERL = {
     "data_source": _data_source,
     "solution_str": _responses,
@@ -138,7 +143,7 @@ VERL_BATCH = Form(
 EASYR1 = Form(
     "EasyR1's form",
     {"reward_inputs": _reward_inputs, "predicts": _responses, "ground_truths": _references},
-    closed=True, read=records,
+    closed=True, read=_easyr1_records,
     fits=lambda names, takes_all, function: "reward_inputs" in names or {"predicts", "ground_truths"} <= {*names},
 )  # fmt: skip
 EASYR1_EACH = Form(
@@ -147,7 +152,7 @@ EASYR1_EACH = Form(
         "reward_input": _reward_inputs, **dict.fromkeys(("predict", "predict_str"), _responses),
         "ground_truth": _references,
     },
-    each=True, closed=True, read=records,
+    each=True, closed=True, read=_easyr1_records,
     fits=lambda names, takes_all, function: "reward_input" in names
     or ("ground_truth" in names and bool({"predict", "predict_str"} & {*names})),
 )  # fmt: skip
@@ -169,7 +174,10 @@ FLOW_GRPO = Form(
 
 def reads_messages(function: Callable[..., Any]) -> bool:
     """Whether the function, or one of its file that it names, reads `something[0]["content"]`, a chat message."""
-    function = inspect.unwrap(getattr(function, "function", function))
+    function = getattr(function, "function", function)
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
     home, seen = _module(function), set()
     waiting = [function if isinstance(function, FunctionType) else type(function).__call__]
     while waiting:

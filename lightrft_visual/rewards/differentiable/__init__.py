@@ -15,8 +15,8 @@ from ...runtime.usercode.loading import callable_name, load_reward_fn
 
 T = torch.Tensor
 # (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool.
-# One that has a method `knows(prompt, metadata)` says for which prompts it can score images, and by `needs` what these
-# must have.
+# A registered one that has a method `knows(prompt, metadata)` says for which prompts it can score images, and by
+# `needs` what these must have.
 PixelReward = Callable[[T, list[str], list[dict[str, Any]]], tuple[T, T]]
 
 

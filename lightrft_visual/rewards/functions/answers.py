@@ -10,6 +10,7 @@ from ...errors import ConfigError
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?")
+_DIVIDED = re.compile(r"\d(?: ?/ ?|:|\}\{)$")  # before the last number of a fraction, a ratio, a time
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
 
@@ -85,12 +86,14 @@ class Exact:
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text: `1,234.5`, `-2e3`, `12%` (as 0.12), or None. A `-` after a digit is not a sign."""
+    """The last number of a text: `1,234.5`, `-2e3`, `12%` (as 0.12), or None, also where it is but a part, as in `3/4`.
+    A `-` after a digit is not a sign."""
     found = list(_NUMBER.finditer(text))
-    if not found:
+    start = found[-1].start() if found else 0
+    if not found or _DIVIDED.search(text, max(0, start - 4), start):
         return None
     token = found[-1].group()
-    if token[0] in "+-" and found[-1].start() > 0 and text[found[-1].start() - 1].isdigit():
+    if token[0] in "+-" and start > 0 and text[start - 1].isdigit():
         token = token[1:]
     number = float(token.rstrip("%").replace(",", ""))
     number = number / 100 if token.endswith("%") else number
@@ -100,7 +103,8 @@ def last_number(text: str) -> float | None:
 class Numeric:
     """1 when the last number of the final answer equals the reference's within the tolerances, else 0.
 
-    tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference.
+    tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference. A fraction
+    such as 3/4 is none: `math` reads it.
     """
 
     needs_reference = True

@@ -53,10 +53,10 @@ class Schema(Judging):
         found[-1]["content"][-1]["text"] += self.asked
         return found
 
-    def fields(self, text: str) -> dict[str, float]:
-        """{field: number in 0..1}. Raises BadReply where one is missing, no number or out of its range."""
+    def fields(self, text: str, cut: bool) -> dict[str, float]:
+        """{field: number in 0..1}. Raises BadReply as `read`, and where one is missing, no number or out of range."""
         if not self.reply:
-            return {"score": self.read(text)}
+            return {"score": self.read(text, cut)}
         start, end = text.rfind("{"), text.rfind("}")
         try:
             given = json.loads(text[start : end + 1])
@@ -119,7 +119,7 @@ class Judge:
         replied = self._replies(list(new.values()), device) if new else []
         for key, (text, tokens) in zip(new, replied):
             try:
-                self._known[key] = self.schema.fields(text), tokens
+                self._known[key] = self.schema.fields(text, tokens >= self.schema.max_tokens), tokens
             except BadReply as problem:
                 self._known[key] = str(problem), tokens
         replies = [self._known[key] for key in keys]

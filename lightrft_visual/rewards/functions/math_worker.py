@@ -1,13 +1,18 @@
 """The child's side of the math scorer; imported in its process only."""
 
 import logging
+import re
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from .answers import final_answer, tagged_answer
+from .answers import LATEX_TEXT, final_answer, tagged_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on each call that its alarms are off
 _EXTRACTION = [LatexExtractionConfig(), ExprExtractionConfig()]
+_MARKED = r"\$|\\boxed|\\[(\[]"  # mathematics in a text says so
+_WORD = r"(?!pi\b)[A-Za-z][A-Za-z/]"  # or a unit such as m/s
+_PLAIN = re.compile(rf"{_MARKED}|(?:^|\s){_WORD}")
+_PLAIN_REFERENCE = re.compile(rf"{_MARKED}|^[-+\d.,/]+\s{_WORD}[A-Za-z/ .]*$")  # `7 dollars`, not `3 and 4`
 
 
 def _parse(text: str) -> list:
@@ -15,16 +20,21 @@ def _parse(text: str) -> list:
     return parse(text, _EXTRACTION, parsing_timeout=None)
 
 
-def verify_answer(response: str, references: list[str]) -> float | None:
-    """1.0 or 0.0, or None when no reference can be read as mathematics.
+def _readings(text: str, latex: str, plain: re.Pattern[str]) -> list[list]:
+    r"""How a text can be read: as LaTeX, and as it is where it matches `plain` or is no LaTeX.
 
-    A reference is read as it is and, for a bare expression such as `(1, 2)`, as LaTeX too.
+    Of a bare `8\sqrt{3}` math-verify would take 8, as of a sentence.
     """
-    texts = [form for text in references for form in (text, f"${text}$")]
-    gold = [parsed for parsed in map(_parse, texts) if parsed]
+    read = _parse(f"${latex}$")
+    also = not read or plain.search(LATEX_TEXT.sub("", text))
+    return [parsed for parsed in (read, also and _parse(text)) if parsed]
+
+
+def verify_answer(response: str, references: list[str]) -> float | None:
+    """1.0 or 0.0, or None when no reference can be read as mathematics."""
+    gold = [parsed for text in references for parsed in _readings(text, text, _PLAIN_REFERENCE)]
     if not gold:
         return None
     tagged = tagged_answer(response)  # with tags nothing beside them counts, else there could be two answers
-    said = response if tagged is None else tagged
-    answers = [parsed for parsed in map(_parse, (said, f"${final_answer(response)}$")) if parsed]
+    answers = _readings(response if tagged is None else tagged, final_answer(response), _PLAIN)
     return float(any(verify(g, answer, timeout_seconds=None) for g in gold for answer in answers))

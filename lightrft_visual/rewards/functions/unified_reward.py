@@ -4,6 +4,8 @@ It runs behind an OpenAI-compatible server, such as `vllm serve CodeGoat24/Unifi
 that its weights were trained with; replies are read by the labels that they teach.
 """
 
+from dataclasses import replace
+
 from ...config.shared import RewardConfig
 from ...errors import ConfigError
 from .vlm_judge import VLMJudge
@@ -33,7 +35,7 @@ AXES = (
     "Output your evaluation using the format below:\n\nAlignment Score (1-5): X\nCoherence Score (1-5): Y\n"
     "Style Score (1-5): Z\n\n"
 )
-NUMBER = r"\s*:\s*\**\s*([1-5](?:\.[0-9]+)?)(?![0-9])"
+NUMBER = r"\**\s*:\s*\**\s*([1-5](?:\.[0-9]+)?)(?![0-9])"
 # What is asked for -> (question, the pattern of the score's label).
 ASKED = {
     "final": (CRITERIA + SCORE + CAPTION, "Final Score"),
@@ -76,3 +78,4 @@ class UnifiedReward(VLMJudge):
         question, pattern = question_and_pattern(ask)
         own = (timeout, concurrency, token_env, reward_config)
         super().__init__(url, model, question, pattern, 0.0, 5.0, max_tokens, *own)
+        self.judging = replace(self.judging, sources=False)  # its questions are of one image

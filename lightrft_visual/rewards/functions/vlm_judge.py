@@ -41,7 +41,7 @@ SCORE_PATTERN = r"(?i)score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?(?:\s+is|\s+of)?[^\w.
 class Judging:
     """How a judge is asked and read. question: a template with {prompt}, {response}, {reference}, {low}, {high}.
     pattern: a regular expression whose first group is the score; its last match counts. The score must lie in
-    [low, high], else it is failed, and is mapped to 0..1."""
+    [low, high], else it is failed, and is mapped to 0..1. sources: whether it sees what an image was made from."""
 
     question: str | None = None
     pattern: str = SCORE_PATTERN
@@ -49,6 +49,7 @@ class Judging:
     high: float = 10.0
     max_tokens: int = 256
     system: str | None = None
+    sources: bool = True
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
@@ -75,8 +76,9 @@ class Judging:
             index: of the sample in the batch.
             image_part: makes a content part of an image.
         """
-        sources = batch.source_images[index] if batch.source_images else []
-        asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if batch.generated else TEXT_QUESTION
+        sources = batch.source_images[index] if batch.source_images and self.sources else []
+        made = batch.generated or any(batch.drawn[index : index + 1])
+        asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if made else TEXT_QUESTION
         question = self.question or asked
         reference = batch.references[index]
         text = self._fill(
@@ -86,8 +88,11 @@ class Judging:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
-    def read(self, text: str) -> float:
-        """The score in 0..1. Raises BadReply when the text has none in range."""
+    def read(self, text: str, cut: bool = False) -> float:
+        """The score in 0..1. Raises BadReply when the text has none in range, or is cut, unless the pattern is one's
+        own: `A score of 0 would mean` is none."""
+        if cut and self.pattern == SCORE_PATTERN:
+            raise BadReply("the judge's reply was cut at max_tokens")
         found = re.findall(self.pattern, text)
         if not found:
             raise BadReply("the judge's text has no score")
@@ -169,12 +174,13 @@ class VLMJudge(PendingSource):
 
     def _decode(self, reply: Any) -> float:
         try:
-            text = reply["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
+            choice = reply["choices"][0]
+            text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise BadReply("the reply is no chat completion") from None
         if not isinstance(text, str):
             raise BadReply("the judge gave no text")
-        return self.judging.read(text)
+        return self.judging.read(text, cut)
 
     def close(self) -> None:
         """Close the connections."""

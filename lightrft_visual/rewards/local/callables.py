@@ -4,11 +4,12 @@ So TRL's `f(prompts, completions, **columns)` and LightRFT's `reward_fn(model_re
 label_map)` work as they are, sync or async; `registry.reward_forms` has systems that call their functions otherwise.
 """
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,7 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         one_each = not isinstance(result[0], list | tuple) and not getattr(result[0], "ndim", 0)  # of two samples
         scores, metrics = (result, {}) if result[1] is None and one_each else (result[0], result[1] or {})
     elif isinstance(result, Mapping):
-        key = next((k for k in SCORE_KEYS if k in result), None)
-        if key is None:
-            raise RewardError(f"reward function {name} returned a dict without scores: give it one of {SCORE_KEYS}")
-        scores = result[key]
+        scores = result[score_key(result, f"reward function {name} returned a dict")]
         metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
         metrics |= result.get("extra_logs") or {}
     read = _read_scores(scores, name, size, lenient)
@@ -58,6 +56,17 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         unique = unique_name(metric_name(key), read.extras)
         read.extras[unique], read.broken[unique] = numbers, broken
     return read
+
+
+def score_key(result: Mapping[str, Any], what: str) -> str:
+    """Which of SCORE_KEYS holds the scores. Raises RewardError where none does, and where it could be two; of `rewards`
+    and `scores`, as OpenRLHF has them, it is the first. what: begins the error."""
+    found = [key for key in SCORE_KEYS if key in result]
+    if not found:
+        raise RewardError(f"{what} without scores: give it one of {SCORE_KEYS}")
+    if len(found) > 1 and found != ["rewards", "scores"]:
+        raise RewardError(f"{what} with {' and '.join(found)}, any of which could be the score: rename the others")
+    return found[0]
 
 
 def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:
@@ -85,6 +94,8 @@ def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[A
 
 def _read_scores(scores: Any, name: str, size: int, lenient: bool) -> Scores:
     """The scores that a function returned, without the numbers beside them."""
+    if size == 1 and getattr(scores, "shape", None) == ():  # of one that ends in .squeeze()
+        scores = scores.reshape(1)
     entries = as_list(scores, name)
     if len(entries) != size:
         raise RewardError(f"reward function {name} returned {len(entries)} scores for {size} samples")
@@ -119,9 +130,7 @@ def problem_of(entry: Any) -> str | None:
 def _read_metric(value: Any, what: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(size) float64 from one number a sample or one for all; None and NaN mean no value. (size) bool: which are a NaN
     that was given, and so no score."""
-    one_for_all = isinstance(value, (bool, int, float)) or (
-        isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
-    )
+    one_for_all = isinstance(value, (bool, int, float)) or getattr(value, "shape", None) == ()
     entries = [value] * size if one_for_all else as_list(value, what)
     if len(entries) != size:
         raise RewardError(f"reward function {what} has {len(entries)} values for {size} samples")
@@ -387,7 +396,8 @@ class CallableSource(Source):
     lenient: what the function cannot score is invalid, see `score`. copies: whether it gets tensors of its own, as it
     may change them.
 
-    A function that takes nothing, or nothing but `device`, makes the scorer and is called now (flow_grpo's factories).
+    A class of a file, and a function there that takes nothing but settings and `device` (flow_grpo's factories), make
+    the scorer and are called now.
     """
 
     def __init__(
@@ -403,25 +413,30 @@ class CallableSource(Source):
         self.lenient, self.copies = lenient, copies
         if not callable(function):
             raise ConfigError(f"reward function {name or function!r} is not callable")
-        self.name = name or callable_name(function)
+        self.name, self.given = name or callable_name(function), dict(given or {})
         self.function = self._made(function, device)
         self.signature = Signature(self.function, self.name)
         self.uses_device = "device" in {*Signature(function, self.name).names, *self.signature.names}
         self.form = choose_form(form, self.function, self.signature)
-        self.given = dict(given or {})
+        bound = self.function.keywords if isinstance(self.function, partial) else {}  # no column takes its place
+        self.given = {**bound, **self.given}
         if self.form.told:
             say_form(self.name, self.form.told)
 
     def _made(self, function: Callable[..., Any], device: Any) -> Callable[..., Any]:
-        signature = Signature(function, self.name)
-        reads = signature.by_position or signature.takes_all or set(signature.names) - {"device"}
-        if reads or not isinstance(function, LoadedFunction):
+        """The function, or what it makes; then the settings that it takes are no longer in `given`."""
+        if not isinstance(function, LoadedFunction):
             return function
-        made = call(function, self.name, {"device": torch.device(device)} if signature.names else {})
+        signature, settings = Signature(function, self.name), {*self.given}.difference(RESERVED)
+        reads = signature.by_position or signature.takes_all or {*signature.names}.difference(settings, ["device"])
+        if reads and not inspect.isclass(function.function):
+            return function
+        own = {*self.given} & ({*signature.names} | (settings if signature.takes_all else set()))
+        arguments = {name: self.given.pop(name) for name in own}
+        arguments |= {"device": torch.device(device)} if "device" in signature.names else {}
+        made = call(function, self.name, arguments)
         if not callable(made):
-            raise ConfigError(
-                f"reward function {self.name} names no input: name what it reads, such as completions and references"
-            )
+            raise ConfigError(f"reward function {self.name} names no input, such as completions, and makes no function")
         return made
 
     def score(self, batch: RewardBatch, how: Call | None = None, told: bool = False) -> Scores:

@@ -11,11 +11,11 @@ import torch
 
 from ...data.bad_rows import MAX_DEPTH
 from ...data.media import MAX_FRAMES
-from ...errors import ConfigError, DataError, did_you_mean
+from ...errors import ConfigError, DataError, RewardError, did_you_mean
 from ...given import unique_name
 from ..batch import MAX_SCORE, Failed, RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, EncodedImages, decode_image
-from ..local.callables import SCORE_KEYS
+from ..local.callables import score_key
 
 LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
 NOT_SCORED = "the server could not score it"
@@ -107,9 +107,10 @@ def decode_reply(reply: Any, size: int) -> Scores:
     null means not applicable. Raises BadReply when the reply as a whole is unusable."""
     if not isinstance(reply, Mapping):
         raise BadReply(f"the reply is a JSON {type(reply).__name__}, not an object")
-    key = next((k for k in SCORE_KEYS if k in reply), None)
-    if key is None:
-        raise BadReply('the reply has no "rewards"')
+    try:
+        key = score_key(reply, "the reply is an object")
+    except RewardError as error:
+        raise BadReply(str(error)) from None
     if not isinstance(reply[key], list) or len(reply[key]) != size:
         count = len(reply[key]) if isinstance(reply[key], list) else "no list of"
         raise BadReply(f"the reply has {count} scores for {size} samples")

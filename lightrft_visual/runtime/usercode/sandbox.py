@@ -235,7 +235,8 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         held = list(_held(inner))
         if len(held) == 1 and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(inner)):
             return signature_of(held[0])
-    return inspect.signature(inner.forward if torch and isinstance(inner, torch.nn.Module) else function)
+    by_forward = torch and isinstance(inner, torch.nn.Module) and type(inner).__call__ is torch.nn.Module.__call__
+    return inspect.signature(inner.forward if by_forward else function)
 
 
 def _held(function: Any) -> Iterator[Any]:
@@ -251,7 +252,7 @@ class SandboxedCallable(RemoteCallable):
 
     def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
         self.__signature__ = signature_of(loaded)
-        if not set(self.__signature__.parameters) - {"device"}:
+        if inspect.isclass(loaded.function) or not set(self.__signature__.parameters) - {"device"}:
             raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
         self.function, self.seconds = loaded.function, seconds
         path, _, name = loaded.spec.rpartition(":")

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource, say_form
 from lightrft_visual.rewards.local.forms import AUTO, recognise
 from lightrft_visual.rewards.settings import engine_arguments
@@ -173,6 +174,16 @@ def test_scorers_of_flow_grpo(name, rewards, metrics, caplog):
     assert result.valid.all() if rewards is None else same(result.score, rewards)
     assert all(same(result.components[key], values) for key, values in metrics.items())
     assert f"reward function {name}: flow_grpo's form" in caplog.text
+
+
+def test_chat_messages_are_recognised_in_partials_and_methods():
+    class Lengths:
+        def score(self, completions, least=0, **kwargs):
+            return [float(len(completion[0]["content"])) for completion in completions]
+
+    batch = batch_from_samples([make_samples(["abc"])])
+    for function in (Lengths().score, partial(Lengths().score, least=1)):
+        assert CallableSource(function).score(batch).values.tolist() == [3]
 
 
 def test_flow_grpo_scores_videos_as_one_tensor():

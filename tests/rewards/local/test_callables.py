@@ -65,6 +65,18 @@ def test_openrlhf_signature_and_reply():
     assert score(lambda queries, prompts, labels_or_references: [r == "y" for r in labels_or_references]).values[1] == 1
 
 
+@pytest.mark.parametrize("scores", [torch.tensor([[0.5]]), np.array([0.5])])
+def test_scores_of_one_sample_may_be_squeezed(scores):
+    assert parse_result(scores.squeeze(), "f", 1).values.tolist() == [0.5]
+    with pytest.raises(RewardError, match=r"returned shape \(\)"):
+        parse_result(scores.squeeze(), "f", 2)
+
+
+def test_a_dict_with_two_scores_is_refused():
+    with pytest.raises(RewardError, match="returned a dict with score and reward, any of which could be the score"):
+        parse_result({"reward": [1.0], "score": [0.0]}, "f", 1)
+
+
 def test_metrics_whose_names_become_equal_have_names_of_their_own():
     long = "x" * 100
     returned = {"rewards": [1.0], "a\nb": [2.0], "a\tb": [3.0], long + "1": [4.0], long + "2": [math.nan]}

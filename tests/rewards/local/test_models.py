@@ -11,8 +11,10 @@ from tiny_judges import build_classifier, save_with_head
 from tiny_models import BOS, begin_with_bos
 from transformers import AutoProcessor
 
+from lightrft_visual.arguments import reward_settings
 from lightrft_visual.config.shared import DistributedConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.given import forget, names_given
 from lightrft_visual.models.loading import VLRewardModel
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine
@@ -119,7 +121,11 @@ class Count(torch.nn.Module):
     def forward(self, completions):
         return [float(len(each)) for each in completions]
 
-model, count = Sum(), Count()
+class Called(torch.nn.Module):
+    def __call__(self, completions):
+        return [float(len(each)) for each in completions]
+
+model, count, called = Sum(), Count(), Called()
 """
 
 
@@ -127,7 +133,7 @@ def test_torch_module_of_a_file_is_a_model_where_it_reads_token_ids_and_a_functi
     (tmp_path / "mine.py").write_text(MODULES)
     samples = make_samples(["a", "bb"])
     found = {}
-    for name in ("model", "count", "Sum"):
+    for name in ("model", "count", "called", "Sum"):
         function = load_reward_fn(f"{tmp_path}/mine.py:{name}")
         if name == "Sum":
             with pytest.raises(ConfigError, match="mine.py:Sum is the class of a reward model: name an object"):
@@ -135,7 +141,13 @@ def test_torch_module_of_a_file_is_a_model_where_it_reads_token_ids_and_a_functi
         else:
             engine = RewardComputationEngine(custom_reward_func=function)
             found[name] = engine.compute_rewards([samples]).score.tolist()
-    assert found == {"model": (samples.sequences * samples.attention_mask).sum(dim=1).tolist(), "count": [1.0, 2.0]}
+            with names_given() as names:  # from Python likewise
+                given = RewardConfig(**reward_settings([function.function]))
+                score = RewardComputationEngine.from_config(given).compute_rewards([samples]).score
+            assert score.tolist() == found[name]
+            forget(names)
+    model = (samples.sequences * samples.attention_mask).sum(dim=1).tolist()
+    assert found == {"model": model, "count": [1.0, 2.0], "called": [1.0, 2.0]}
 
 
 def test_torch_module_errors():

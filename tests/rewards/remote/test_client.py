@@ -105,7 +105,7 @@ FAILURES = {
     "short": "2 scores for 3 samples",
     "huge": "beyond",
     "list": "a JSON list, not an object",
-    "empty": 'no "rewards"',
+    "empty": "without scores",
 }
 
 

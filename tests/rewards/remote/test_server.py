@@ -21,6 +21,7 @@ from lightrft_visual.data.video import MAX_FRAMES
 from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores, Source, batch_from_media
+from lightrft_visual.rewards.functions import clip
 from lightrft_visual.rewards.imaging import EncodedImages, encode_image
 from lightrft_visual.rewards.remote import server
 from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, bind, create_app
@@ -136,12 +137,24 @@ def test_a_scorer_that_a_plugin_registers_is_served(monkeypatch, tmp_path):
     monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
     (tmp_path / "mine.py").write_text(
         "from lightrft_visual.config import registry\n"
-        "registry.scorers.register('brev')(lambda completions: [float(len(text)) for text in completions])\n"
+        "@registry.scorers.register('brev')\n"
+        "def brev(completions, limit=9):\n"
+        "    return [float(min(limit, len(text))) for text in completions]\n"
     )
     served = []
     monkeypatch.setattr("lightrft_visual.rewards.remote.server.serve", lambda scorer, *rest: served.append(scorer))
-    assert serve_reward.main(["--plugins", str(tmp_path / "mine.py"), "--scorer", "brev"]) == 0
-    assert post(create_app(served[0]), {"queries": ["abc"]}).json() == {"rewards": [3.0]}
+    named = ["--plugins", str(tmp_path / "mine.py"), "--scorer", "brev"]
+    assert serve_reward.main([*named, "--kwargs", "limit=2"]) == 0
+    asked = {"queries": ["abc"], "metadata": [{"limit": 1}]}  # a column does not take the place of a setting
+    assert post(create_app(served[0]), asked).json() == {"rewards": [2.0]}
+
+
+@pytest.mark.parametrize("which", [["--scorer", "clip_score"], ["--components", "clip_score=1"]])
+def test_a_served_model_stays_on_its_device(which, monkeypatch):
+    made = []
+    monkeypatch.setattr(clip, "CLIPPairs", lambda *given: made.append(given))
+    serve_reward.build(serve_reward.build_parser().parse_args(which))
+    assert made[0][-1] is False  # offload
 
 
 def nested(levels):

@@ -4,7 +4,7 @@
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     assert data_source in ("gsm8k", "geo")
     right = solution_str == ground_truth
-    return {"score": 1.0 if right else 0.1 * extra_info["index"], "acc": right, "pred": solution_str}
+    return {"score": 1.0 if right else 0.1 * extra_info["index"], "acc": right, "reward": -1.0, "pred": solution_str}
 
 
 def passed_on(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
