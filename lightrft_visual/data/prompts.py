@@ -318,6 +318,9 @@ class PromptDataset:
                 logger.info("%s: %d of %d rows are checked", path, start, len(source))
                 told = time.monotonic()
         self._read.append(start)
+        if start < len(source) and collectives.is_rank_0():
+            cut = "the first %d usable rows of %d are taken (max_samples, of held-out data max_eval_samples)"
+            logger.info(f"%s: {cut}", path, admitted, len(source))
         if admitted == 0:
             none = f"{path}: no usable row among {len(source)}"
             raise TooManyBadRows(f"{none}: {self.bad.summary()}", self.bad) if len(self.bad) else DataError(none)

@@ -135,11 +135,16 @@ def test_a_system_prompt_that_no_row_can_have_is_refused_by_its_name(jsonl, proc
         open_rows(jsonl, checks=RowChecks(None, processor, 10**6), system_prompt=text, on_bad_row="skip")
 
 
-def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
+def test_max_rows_counts_good_rows_of_each_file_and_says_where_it_cuts(folder, jsonl, caplog):
+    caplog.set_level(logging.INFO)
     rows = [{"prompt": ""}, *ROWS, {"nothing": 1}]
     mixed = write_jsonl(folder / "mixed.jsonl", rows)
     dataset = open_rows(f"{mixed},{jsonl}", max_rows=2, on_bad_row="skip")
     assert dataset.sizes == [2, 2] and dataset.bad.causes == {"prompt form": 1}
+    assert f"{mixed}: the first 2 usable rows of 5 are taken (max_samples, of" in caplog.text
+    assert f"{jsonl}: the first 2 usable rows of 3 are taken" in caplog.text
+    caplog.clear()
+    assert len(open_rows(jsonl, max_rows=3)) == 3 and "are taken" not in caplog.text
     assert dataset[2].source == f"{jsonl}:1"  # files follow each other
 
 
