@@ -343,12 +343,11 @@ class PromptDataset:
             self._check_counts(parsed)
             self._check_label(parsed.label)
             self._check_response(parsed)
-            if self.checks.decode and not is_remote_row(parsed):
-                self._decoded(parsed)
             for video in parsed.videos:
                 check_video(video, **self._reading)
             sizes = [self._header(image) for image in parsed.images]
-            return self._found(parsed, sizes)
+            decoded = self.checks.decode and not is_remote_row(parsed)
+            return self._found(self._decoded(parsed) if decoded else parsed, sizes)
         except DataError as error:
             return BadRow.of(error, name)
 

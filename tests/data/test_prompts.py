@@ -18,6 +18,7 @@ from tiny_models import begin_with_bos
 
 import lightrft_visual.data.prompts as prompts_module
 import lightrft_visual.data.rendering as rendering
+import lightrft_visual.data.video as video_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows, warn_once
 from lightrft_visual.data.media import image_size
@@ -448,6 +449,14 @@ def test_labels_of_rows_with_videos_are_known(folder, processor):
     for checks in (None, RowChecks(None, processor, 1000)):
         dataset = open_rows(write_jsonl(folder / "videos.jsonl", rows), checks=checks)
         assert (dataset.labels, dataset.video_labels) == ({"seen", "read", None}, {"seen", None})
+
+
+def test_videos_of_held_out_rows_are_decoded_once_at_the_start(folder, processor, monkeypatch):
+    path, decoded = write_jsonl(folder / "videos.jsonl", [{"prompt": "<video>what?", "videos": [["a.png"] * 3]}]), []
+    plain = video_module.load_image
+    monkeypatch.setattr(video_module, "load_image", lambda *own, **given: decoded.append(own) or plain(*own, **given))
+    checks = RowChecks(None, processor, 1000)
+    assert len(PromptDataset.for_evaluation(DataConfig(eval_data=path), checks)) == 1 and len(decoded) == 3
 
 
 def test_a_video_that_the_processor_refuses_is_a_bad_row(folder, tokenizer):
