@@ -288,7 +288,13 @@ def _decode_container(container: Any, options: dict[str, Any], max_pixels: int) 
             image = image.rotate(frame.rotation, expand=True)
         return np.asarray(_bound_frame(image, options, limit))
 
-    frames = _pick_frames(container, stream, indices, kept)
+    frames, decoded = _pick_frames(container, stream, indices, kept)
+    if 1 < decoded < total and stream.frames == 0:  # some packets hold no frame to be shown
+        container.seek(0)
+        total, indices = decoded, _kept(options, decoded, fps)
+        frames, decoded = _pick_frames(container, stream, indices, kept)
+    if len(frames) < len(indices):
+        raise DataError(f"it ends before frame {indices[len(frames)]}, which its header promises")
     return Video(np.stack(frames), _metadata(indices, total, fps, "pyav"))
 
 
@@ -305,12 +311,14 @@ def _count_frames(container: Any, stream: Any) -> int:
 
 def _pick_frames(
     container: Any, stream: Any, indices: list[int], kept: Callable[[Any], np.ndarray]
-) -> list[np.ndarray]:
-    """Decode in order, keeping the frames at `indices` (ascending, possibly repeated)."""
+) -> tuple[list[np.ndarray], int]:
+    """Decode in order, keeping the frames at `indices` (ascending, possibly repeated), up to the last one or to the
+    end. How many were decoded, too."""
     frames: list[np.ndarray] = []
-    for place, frame in enumerate(container.decode(stream)):
-        while len(frames) < len(indices) and indices[len(frames)] == place:
+    decoded = 0
+    for decoded, frame in enumerate(container.decode(stream), start=1):
+        while len(frames) < len(indices) and indices[len(frames)] < decoded:
             frames.append(kept(frame))
         if len(frames) == len(indices):
-            return frames
-    raise DataError(f"it ends before frame {indices[len(frames)]}, which its header promises")
+            break
+    return frames, decoded
