@@ -244,6 +244,12 @@ def test_what_supervised_runs_answer_is_the_column_that_is_named_whatever_its_na
     assert response_of(row, key) == "red"
 
 
+@pytest.mark.parametrize("label", [0.7, ["x"], float("nan")])
+def test_a_supervised_row_may_have_anything_in_a_column_label(label):
+    raw = {"prompt": "q", "response": "red", "label": label}
+    assert parse_row(raw, SFTDataConfig(), source="rows", root=None).label is None
+
+
 ASKED, SAID = {"role": "user", "content": "what colour?"}, {"role": "assistant", "content": [text("red")]}
 
 
