@@ -459,14 +459,15 @@ def _drawn(
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from .data.drawing_prompts import image_column, images_in
+    from .data.drawing_prompts import image_column
     from .data.media import load_image
+    from .experience.rollouts import media_list
 
     column = (checkpoint.run.get("data") or {}).get("input_key") or "prompt"
     texts = [each.get(column, each.get("prompt")) if isinstance(each, Mapping) else None for each in prompts]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"a diffusion model draws texts: give each, or a mapping with one under {column!r}")
-    cells: list[list[Any]] = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
+    cells: list[list[Any]] = [media_list(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
     if beside:  # before anything is loaded
         cells = [[load_image(image) for image in cell] for cell in cells]
     accelerator, model = get_accelerator(), checkpoint.run.get("model") or {}

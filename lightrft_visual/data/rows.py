@@ -30,6 +30,7 @@ from .forms import (
     are_mappings,
     are_messages,
     find_media,
+    is_filled,
     json_list,
     messages_in,
     read_form,
@@ -244,11 +245,11 @@ def _text_content(content: Any) -> Any:
 def as_source_list(cell: Any, kind: str) -> list[Any]:
     """The sources in a media cell, which holds nothing, one, or several; PIL images are the frames of one video. Raises
     DataError for empty ones."""
-    items = media_list(cell)
+    items = media_list(cell) if is_filled(cell) else []
     if kind == "video" and items and all(isinstance(item, Image.Image) for item in items):
         return [items]
     for place, item in enumerate(items):
-        if item is None or (isinstance(item, (str, bytes)) and not item):
+        if not is_filled(item):
             raise DataError(f"{kind} {place} of {len(items)} is empty", "media missing")
     return items
 
@@ -394,9 +395,9 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
 
 
 def _label(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (np.bool_, Integral)):
+    if not is_filled(value):
+        return None
+    if isinstance(value, (str, np.bool_, Integral)):
         return str(value)
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 

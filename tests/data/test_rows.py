@@ -38,6 +38,13 @@ def test_a_label_is_a_text_or_a_whole_number(label):
     assert parse({"prompt": "hi", "label": label}).label == "2"
 
 
+@pytest.mark.parametrize("nothing", [None, float("nan"), "", [], {"bytes": None, "path": None}])
+@pytest.mark.parametrize("column", ["image", "images", "videos", "label"])
+def test_a_cell_that_holds_nothing_is_no_image_video_or_label(column, nothing):
+    row = parse({"prompt": "hi", column: nothing})
+    assert (row.prompt[0]["content"], row.images, row.videos, row.label) == ([text("hi")], [], [], None)
+
+
 @pytest.mark.parametrize(
     "reference",
     [
