@@ -127,20 +127,22 @@ def parse_row(
 
 def response_of(row: PromptRow, key: str) -> str:
     """What the model is to answer, for supervised training: the column `key`, which is response_key; by its default
-    name, where the row has no such column, what the assistant says in messages or a completion, else the reference.
+    name, where it holds nothing, what the assistant says in messages or a completion, else without it the reference.
     Raises DataError for a row without a text of these."""
     found = row.metadata.get(key)
+    found = row.answer if found is None and key == RESPONSE else found
     if found is None and key in row.metadata:
         raise DataError(f"column {key!r} (response_key) is empty", "response")
     if found is None and key != RESPONSE:
         raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
-    found = next((each for each in (found, row.answer, row.reference) if each is not None), None)
+    found = row.reference if found is None else found
     if isinstance(found, int | float) and not isinstance(found, bool):
         found = None if math.isnan(found) else str(found)  # pandas has NaN where a column is missing
     if not isinstance(found, str) or not found.strip():
         kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
         holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
-        raise DataError(f"the row has no response: {holder} {kind}, not a text", "response")
+        way_on = " (--data_format messages answers the last message)" if "messages" in row.metadata else ""
+        raise DataError(f"the row has no response: {holder} {kind}, not a text{way_on}", "response")
     return found
 
 

@@ -267,6 +267,8 @@ ASKED, SAID = {"role": "user", "content": "what colour?"}, {"role": "assistant",
         ({"prompt": json.dumps([ASKED, SAID]), "reference": "other"}, {}),
         ({"messages": [ASKED, SAID]}, {"input_key": "messages"}),
         ({"messages": [ASKED, SAID]}, {}),
+        ({"messages": [ASKED, SAID], "response": None}, {}),
+        ({"messages": [ASKED, SAID], "prompt": "what colour?"}, {"data_format": "messages"}),
     ],
 )
 def test_messages_of_a_supervised_row_end_with_the_answer_in_any_column(raw, settings):
@@ -323,7 +325,8 @@ def test_an_answer_with_empty_calls_and_reasoning_is_trained_as_text():
         ({"said": " \n"}, "said", "column 'said' holds an empty text, not a text"),
         ({"response": ["red"], "reference": "red"}, "response", "column 'response' holds list, not a text"),
         ({"reference": ["red"]}, "response", "column 'response' and reference hold list, not a text"),
-        ({}, "response", "column 'response' and reference hold nothing, not a text"),
+        ({}, "response", "column 'response' and reference hold nothing, not a text$"),
+        ({"messages": [ASKED, SAID]}, "response", "hold nothing, not a text .--data_format messages answers the last"),
     ],
 )
 def test_a_response_that_is_no_text_is_an_error_that_names_its_column(raw, key, told):
