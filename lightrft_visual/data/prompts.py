@@ -262,6 +262,11 @@ class PromptDataset:
             (self.bad.with_those_of_the_start(bad.values()) if asked_again else self.bad).check()
         return bad
 
+    def bad_taken(self) -> dict[int, BadRow]:
+        """Rows that were sound at the start and have turned out bad, by index."""
+        names = (self._sources[source].name(row) for source, row in self._rows)
+        return {index: self.bad.rows[name] for index, name in enumerate(names) if name in self.bad.rows}
+
     def policy(self, bad: BadRow) -> str:
         """What to do with a bad row: "error" or "skip"."""
         return self.config.on_long_prompt if bad.cause == LONG_PROMPT else self.config.on_bad_row

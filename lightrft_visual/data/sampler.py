@@ -223,6 +223,11 @@ class PromptSupply:
         self._pool = ThreadPoolExecutor(_THREADS, "rows")
         self._ahead: dict[int, Future[PromptRow | BadRow]] = {}  # by index
 
+    def go_on(self, met: Sequence[dict[str, Any]]) -> None:
+        """Take up the bad rows that an earlier process met: they are replaced before they are loaded, as they were."""
+        self.dataset.bad.go_on(met)
+        self._known |= self.dataset.bad_taken() if met else {}
+
     def look_ahead(self) -> list[Future[PromptRow | BadRow]]:
         """Begin to load this rank's rows of the next global batch, beside whatever follows; no collective.
 
