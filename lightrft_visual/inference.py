@@ -264,7 +264,8 @@ def _configured(
             trainer.config.rollout.offload_trainer = away
         data = trainer.config.data
         if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
-            trainer.config.data = replace(data, prompt_data=data.eval_data, prompt_split=data.eval_split)
+            own = {"prompt_data": data.eval_data, "prompt_split": data.eval_split}  # and no more of it is read
+            trainer.config.data = replace(data, **own, max_samples=data.max_eval_samples or data.max_samples)
         if runs_gold:
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
