@@ -235,7 +235,8 @@ class ParquetSource(NumberedRows):
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         group = bisect_right(self._starts, row) - 1
         try:
-            return with_json(self._group(group).slice(row - self._starts[group], 1).to_pylist()[0], self._json)
+            found = self._group(group).slice(row - self._starts[group], 1).to_pylist(maps_as_pydicts="lossy")
+            return with_json(found[0], self._json)
         except _ARROW_ERRORS as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"{self.name(row)}: row group {group} cannot be read: {text}", "damaged page") from None
