@@ -333,7 +333,8 @@ def _load_folder(path: Path, split: str) -> Any:
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except (datasets.exceptions.DatasetsError, *_ARROW_ERRORS) as error:
-        raise DataError(f"{path}: not a data set folder: {error}") from error
+        way_on = "(name one of its files, or give load_dataset(...) from Python)"
+        raise DataError(f"{path}: not a data set folder: {error} {way_on}") from error
     if isinstance(found, datasets.Dataset):
         return found
     if split not in found:
