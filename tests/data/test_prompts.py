@@ -379,6 +379,26 @@ def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ("42<|im_end|>\n", ("42", 2)),
+        (" 42 <|endoftext|>", (" 42 ", 1)),
+        (" 42\n", (" 42\n", 1)),
+        ("<|im_end|>", ("", 2)),
+    ],
+)
+def test_an_end_token_that_an_answer_brings_along_is_trained_once_with_and_without_a_template(
+    tokenizer, answer, trained
+):
+    ends = {"<|endoftext|>": 1, "<|im_end|>": 2}
+    assert render_answer(answer, "is it 42?", None, tokenizer, ends, {}) == trained
+    row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "is it 42?"}]}]), DataConfig()
+    prompt = render_prompt(row, tokenizer, config)
+    text, _ = render_answer(answer, prompt, messages_of(row, config), tokenizer, ends, {})
+    assert text.strip() == trained[0].strip()
+
+
 def test_what_a_template_leaves_out_is_remembered_once_it_is_known(tokenizer, monkeypatch):
     monkeypatch.setattr(
         tokenizer, "chat_template", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
