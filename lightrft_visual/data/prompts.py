@@ -408,9 +408,9 @@ class PromptDataset:
 
     def _found(self, row: PromptRow, sizes: Sequence[Size | None]) -> _Found:
         """The row as text for the tokenizer, checked against the model. sizes: of its images, None where unknown."""
-        columns, model_input = frozenset(row.metadata), self.checks.model_input
-        if model_input is None:
-            return _Found(row.label, columns, row.form, row.reference is not None, videos=bool(row.videos))
+        found = _Found(row.label, frozenset(row.metadata), row.form, row.reference is not None, videos=bool(row.videos))
+        if (model_input := self.checks.model_input) is None:
+            return found
         self._check_text(row)
         text = render_prompt(row, model_input, self.config, self.checks.media, self.checks.tools)
         self._check_response_length(row, text)
@@ -418,7 +418,7 @@ class PromptDataset:
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw, bool(row.videos))
+        return replace(found, text=text, tokens=tokens, draws=row.draw)
 
     def _check_text(self, row: PromptRow) -> None:
         """It may not be longer than any prompt of prompt_max_len tokens, nor hold a token that the model reads as an

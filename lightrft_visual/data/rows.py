@@ -5,7 +5,6 @@ a list of parts in OpenAI's and Hugging Face's spelling; also such messages as J
 parts that bring no source of their own; without any placeholder they go before the text of the first user message.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,7 +136,7 @@ def response_of(row: PromptRow, key: str) -> str:
         raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
     found = row.reference if found is None else found
     if isinstance(found, int | float) and not isinstance(found, bool):
-        found = None if math.isnan(found) else str(found)  # pandas has NaN where a column is missing
+        found = str(found) if is_filled(found) else None
     if not isinstance(found, str) or not found.strip():
         kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
         holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
