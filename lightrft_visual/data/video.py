@@ -66,7 +66,7 @@ def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     if isinstance(source, Video):
         return source
     source, options = _split_options(source)
-    name = _describe_video(source)
+    name = f"<{len(source)} frames>" if isinstance(source, (list, tuple)) else describe_source(source)
     try:
         if isinstance(source, (np.ndarray, torch.Tensor)):
             return _from_list([Image.fromarray(frame) for frame in _frames_of(source)[: MAX_FRAMES + 1]], options)
@@ -104,12 +104,6 @@ def is_remote_video(source: Any) -> bool:
 
 def _is_frame_list(source: Any) -> bool:
     return isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray, Video))
-
-
-def _describe_video(source: Any) -> str:
-    if isinstance(source, (list, tuple)):
-        return f"<{len(source)} frames>"
-    return describe_source(source)
 
 
 def _split_options(source: Any) -> tuple[Any, dict[str, Any]]:
