@@ -81,12 +81,13 @@ def given(text: str) -> Any:
 class GivenRows:
     """Rows that a program holds: a list of mappings, or a `datasets.Dataset`, read as rows are asked for.
 
-    folder: where relative paths of media start. Raises ConfigError where the working directory was removed.
+    folder: where relative paths of media start; None: in the working directory. Raises ConfigError where that was
+    removed.
     """
 
-    def __init__(self, data: Any, name: str) -> None:
+    def __init__(self, data: Any, name: str, folder: Path | None = None) -> None:
         try:
-            self.folder = Path.cwd()
+            self.folder = (folder or Path()).absolute()
         except FileNotFoundError:  # MKL ends a process that multiplies there
             raise ConfigError("the working directory was removed: change to one that exists") from None
         self._name = name

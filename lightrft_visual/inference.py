@@ -264,7 +264,8 @@ def _configured(
             trainer.config.rollout.offload_trainer = away
         data = trainer.config.data
         if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
-            trainer.config.data = replace(data, prompt_data=data.eval_data, prompt_split=data.eval_split)
+            own = {"prompt_data": data.eval_data, "prompt_split": data.eval_split}  # and no more of it is read
+            trainer.config.data = replace(data, **own, max_samples=data.max_eval_samples or data.max_samples)
         if runs_gold:
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
@@ -459,14 +460,15 @@ def _drawn(
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from .data.drawing_prompts import image_column, images_in
+    from .data.drawing_prompts import image_column
     from .data.media import load_image
+    from .experience.rollouts import media_list
 
     column = (checkpoint.run.get("data") or {}).get("input_key") or "prompt"
     texts = [each.get(column, each.get("prompt")) if isinstance(each, Mapping) else None for each in prompts]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"a diffusion model draws texts: give each, or a mapping with one under {column!r}")
-    cells: list[list[Any]] = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
+    cells: list[list[Any]] = [media_list(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
     if beside:  # before anything is loaded
         cells = [[load_image(image) for image in cell] for cell in cells]
     accelerator, model = get_accelerator(), checkpoint.run.get("model") or {}

@@ -194,6 +194,7 @@ def test_held_out_rows_of_a_suite_or_a_setting_alone_are_not_judged_by_the_gold_
     for settings, suite in ({}, tmp_path / "suite.yaml"), ({"eval_data": "org/held", "eval_split": "dev"}, None):
         with inference._configured(checkpoint, None, {"format": 1.0}, settings, suite) as config:
             assert (config.data.prompt_data, config.data.prompt_split) == ("org/held", "dev")
+            assert config.data.max_samples == config.data.max_eval_samples
             assert checkpoint.draws or config.gold is None
 
 

@@ -27,7 +27,7 @@ class SFTDataConfig(DataConfig):
     """Where rows come from."""
 
     response_key: str = "response"  # column of what is to be answered; rows without it: their reference
-    label_key: ClassVar[str] = "label"  # type: ignore[misc]
+    label_key: ClassVar[str] = ""  # type: ignore[misc]
     draw_key: ClassVar[str] = ""  # type: ignore[misc]
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
+from ..experience.rollouts import media_list
 from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
-from .forms import json_list
+from .forms import is_filled, json_list
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, reference_in
 from .rows import resolve_images
@@ -85,7 +86,7 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
     return PromptRow(
         prompt=prompt,
         images=images,
-        label=None if label is None else str(label),
+        label=str(label) if is_filled(label) else None,
         reference=raw.get(config.reference_key),
         metadata=resolve_images(metadata, root),
     )
@@ -100,30 +101,21 @@ def _text(prompt: Any, raw: Mapping[str, Any], config: DiffusionDataConfig) -> s
 
 def image_column(raw: Mapping[str, Any], image_key: str) -> str:
     """The column that the flag names; where nobody has set it and it is empty, one under a usual name."""
-    if image_key != DiffusionDataConfig.image_key or not _empty(raw.get(image_key)):
+    if image_key != DiffusionDataConfig.image_key or is_filled(raw.get(image_key)):
         return image_key
-    return next((name for name in USUAL_COLUMNS if not _empty(raw.get(name))), image_key)
-
-
-def images_in(cell: Any) -> list[Any]:
-    """The images of a cell: one or a list of them, or none."""
-    return list(cell) if isinstance(cell, (list, tuple)) else [] if _empty(cell) else [cell]
+    return next((name for name in USUAL_COLUMNS if is_filled(raw.get(name))), image_key)
 
 
 def _images(raw: Mapping[str, Any], column: str, most: int, root: Any) -> list[Any]:
     """The row's images, not yet decoded. Raises DataError for none and for more than the model takes."""
-    found = images_in(json_list(raw.get(column)))
-    if any(map(_empty, found)) or not found:
+    found = media_list(json_list(raw.get(column)))
+    if not found or not all(map(is_filled, found)):
         usual = () if column != DiffusionDataConfig.image_key else USUAL_COLUMNS
         where = " or ".join(repr(each) for each in (column, *usual))
         raise DataError(f"this model starts from an image, and column {where} has none", "media missing")
     if len(found) > most:
         raise DataError(f"{len(found)} images in column {column!r}; this model takes {most}", "media count")
     return [resolve_source(image, root) for image in found]
-
-
-def _empty(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, (str, list, tuple)) and not cell)
 
 
 def _check_columns(raw: Mapping[str, Any], config: DiffusionDataConfig) -> None:
@@ -156,7 +148,7 @@ def _pair(raw: Any, root: Any, config: DiffusionDataConfig) -> PromptRow:
     keys = _image_columns(raw, config)
     prompt = _text(raw.get(config.input_key) or raw.get(CAPTION), raw, config)
     for key in keys:
-        if raw.get(key) is None or isinstance(raw[key], str) and not raw[key]:
+        if not is_filled(raw.get(key)):
             columns = ", ".join(map(str, raw))
             raise DataError(f"no image in column {key!r}; the row has: {columns}", "media missing")
     return PromptRow(prompt=prompt, images=[resolve_source(raw[key], root) for key in keys])

@@ -6,6 +6,7 @@ docs/coming_from.md has a table of all systems.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,8 +195,8 @@ def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed
     if key == "":
         return MediaCell()
     cell = json_list(columns.get(key))
-    usual = tuple(name for name in MEDIA_COLUMNS[kind] if name != key and _filled(columns.get(name)))
-    if _filled(cell) or kind in placed or key != getattr(DataConfig, flag):
+    usual = tuple(name for name in MEDIA_COLUMNS[kind] if name != key and is_filled(columns.get(name)))
+    if is_filled(cell) or kind in placed or key != getattr(DataConfig, flag):
         return MediaCell(cell, None, (key, *usual), usual if key == getattr(DataConfig, flag) else ())
     if len(usual) == 1 and config.data_format != "plain":
         return MediaCell(json_list(columns[usual[0]]), usual[0], (key, *usual))
@@ -204,7 +205,7 @@ def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed
     talks = tuple(name for name, value in columns.items() if name not in read and _are_messages_with(value, kind))
     others = [name for each, known in MEDIA_COLUMNS.items() for name in (getattr(config, f"{each}s_key"), *known)]
     beside: tuple[str, ...] = ()  # what may stand there where the row has media
-    if placed or any(_filled(columns.get(name)) for name in others):
+    if placed or any(is_filled(columns.get(name)) for name in others):
         beside = (*talks, *(name for name in found if str(name).lower() in ANY_KIND))
     if unread := [name for name in found if name not in beside]:
         named = " and ".join(map(repr, unread))
@@ -232,5 +233,10 @@ def _are_messages_with(value: Any, kind: str) -> bool:
     return any(part.get("type") in (kind, f"{kind}_url") for part in parts)
 
 
-def _filled(cell: Any) -> bool:
-    return cell is not None and (not isinstance(cell, (str, bytes, list, tuple)) or len(cell) > 0)
+def is_filled(cell: Any) -> bool:
+    """Whether a cell holds anything, unlike None, NaN (pandas), an empty text or list, or a mapping of such (Arrow)."""
+    if isinstance(cell, Mapping):
+        return any(map(is_filled, cell.values()))
+    if isinstance(cell, (str, bytes, list, tuple)):
+        return len(cell) > 0
+    return cell is not None and not (isinstance(cell, float) and math.isnan(cell))

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -92,7 +92,7 @@ def load_image(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
         with _lock_of(source):
             image = _open_image(source, name, allow_remote, max_pixels)
             image.load()  # reads all pixels, and closes the file
-            image.getexif()  # which the image keeps
+            _exif(image)  # which the image keeps
         return image if _is_plain(image) else _to_rgb(ImageOps.exif_transpose(image), name)
 
 
@@ -107,11 +107,18 @@ def image_size(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
         image = _open_image(source, name, allow_remote, max_pixels)
         # Pillow turns a TIFF's size itself. A PNG without EXIF or XMP in its header would be decoded in search of it.
         told = image.format == "TIFF" or (image.format == "PNG" and not _TURNED_BY & image.info.keys())
-        exif = {} if told else image.getexif()
+        exif = {} if told else _exif(image)
         size = image.size[::-1] if exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) else image.size
         if image is not source:
             image.close()
         return size
+
+
+def _exif(image: Image.Image) -> Mapping[int, Any]:
+    """What of it can be read. Pillow raises what is wrong where it is first asked, but for JPEG."""
+    with suppress(Exception):
+        image.getexif()
+    return image.getexif()
 
 
 def _pil_in(source: Any) -> Any:

@@ -262,6 +262,11 @@ class PromptDataset:
             (self.bad.with_those_of_the_start(bad.values()) if asked_again else self.bad).check()
         return bad
 
+    def bad_taken(self) -> dict[int, BadRow]:
+        """Rows that were sound at the start and have turned out bad, by index."""
+        names = (self._sources[source].name(row) for source, row in self._rows)
+        return {index: self.bad.rows[name] for index, name in enumerate(names) if name in self.bad.rows}
+
     def policy(self, bad: BadRow) -> str:
         """What to do with a bad row: "error" or "skip"."""
         return self.config.on_long_prompt if bad.cause == LONG_PROMPT else self.config.on_bad_row
@@ -318,6 +323,9 @@ class PromptDataset:
                 logger.info("%s: %d of %d rows are checked", path, start, len(source))
                 told = time.monotonic()
         self._read.append(start)
+        if start < len(source) and collectives.is_rank_0():
+            cut = "the first %d usable rows of %d are taken (max_samples, of held-out data max_eval_samples)"
+            logger.info(f"%s: {cut}", path, admitted, len(source))
         if admitted == 0:
             none = f"{path}: no usable row among {len(source)}"
             raise TooManyBadRows(f"{none}: {self.bad.summary()}", self.bad) if len(self.bad) else DataError(none)
@@ -340,12 +348,11 @@ class PromptDataset:
             self._check_counts(parsed)
             self._check_label(parsed.label)
             self._check_response(parsed)
-            if self.checks.decode and not is_remote_row(parsed):
-                self._decoded(parsed)
             for video in parsed.videos:
                 check_video(video, **self._reading)
             sizes = [self._header(image) for image in parsed.images]
-            return self._found(parsed, sizes)
+            decoded = self.checks.decode and not is_remote_row(parsed)
+            return self._found(self._decoded(parsed) if decoded else parsed, sizes)
         except DataError as error:
             return BadRow.of(error, name)
 
@@ -401,9 +408,9 @@ class PromptDataset:
 
     def _found(self, row: PromptRow, sizes: Sequence[Size | None]) -> _Found:
         """The row as text for the tokenizer, checked against the model. sizes: of its images, None where unknown."""
-        columns, model_input = frozenset(row.metadata), self.checks.model_input
-        if model_input is None:
-            return _Found(row.label, columns, row.form, row.reference is not None, videos=bool(row.videos))
+        found = _Found(row.label, frozenset(row.metadata), row.form, row.reference is not None, videos=bool(row.videos))
+        if (model_input := self.checks.model_input) is None:
+            return found
         self._check_text(row)
         text = render_prompt(row, model_input, self.config, self.checks.media, self.checks.tools)
         self._check_response_length(row, text)
@@ -411,7 +418,7 @@ class PromptDataset:
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw, bool(row.videos))
+        return replace(found, text=text, tokens=tokens, draws=row.draw)
 
     def _check_text(self, row: PromptRow) -> None:
         """It may not be longer than any prompt of prompt_max_len tokens, nor hold a token that the model reads as an

@@ -235,7 +235,8 @@ def render_answer(
     """What a model is to write behind a prompt, and the id of the end token behind it.
 
     It is the answer as the chat template writes it there, thoughts that the prompt has opened closed, up to its first
-    end token. Where the template does not write it whole behind the prompt, it is the answer as it stands.
+    end token. Where the template does not write it whole behind the prompt, it is the answer as it stands, up to the
+    end token that it may end with.
 
     Args:
         answer: a text.
@@ -245,7 +246,11 @@ def render_answer(
         ends: ids of the end tokens by their text, first the one for where the template writes none.
         given: to the template besides, see `template_arguments`.
     """
-    end, stripped = next(iter(ends.values()), -1), answer.strip()
+    end = next(iter(ends.values()), -1)
+    if brought := [text for text in ends if text and answer.rstrip().endswith(text)]:
+        own = max(brought, key=len)
+        answer, end = answer.rstrip().removesuffix(own), ends[own]
+    stripped = answer.strip()
     if messages is None or not stripped:
         return answer, end
     said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}

@@ -5,7 +5,6 @@ a list of parts in OpenAI's and Hugging Face's spelling; also such messages as J
 parts that bring no source of their own; without any placeholder they go before the text of the first user message.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from .forms import (
     are_mappings,
     are_messages,
     find_media,
+    is_filled,
     json_list,
     messages_in,
     read_form,
@@ -126,20 +126,22 @@ def parse_row(
 
 def response_of(row: PromptRow, key: str) -> str:
     """What the model is to answer, for supervised training: the column `key`, which is response_key; by its default
-    name, where the row has no such column, what the assistant says in messages or a completion, else the reference.
+    name, where it holds nothing, what the assistant says in messages or a completion, else without it the reference.
     Raises DataError for a row without a text of these."""
     found = row.metadata.get(key)
+    found = row.answer if found is None and key == RESPONSE else found
     if found is None and key in row.metadata:
         raise DataError(f"column {key!r} (response_key) is empty", "response")
     if found is None and key != RESPONSE:
         raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
-    found = next((each for each in (found, row.answer, row.reference) if each is not None), None)
+    found = row.reference if found is None else found
     if isinstance(found, int | float) and not isinstance(found, bool):
-        found = None if math.isnan(found) else str(found)  # pandas has NaN where a column is missing
+        found = str(found) if is_filled(found) else None
     if not isinstance(found, str) or not found.strip():
         kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
         holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
-        raise DataError(f"the row has no response: {holder} {kind}, not a text", "response")
+        way_on = " (--data_format messages answers the last message)" if "messages" in row.metadata else ""
+        raise DataError(f"the row has no response: {holder} {kind}, not a text{way_on}", "response")
     return found
 
 
@@ -244,11 +246,11 @@ def _text_content(content: Any) -> Any:
 def as_source_list(cell: Any, kind: str) -> list[Any]:
     """The sources in a media cell, which holds nothing, one, or several; PIL images are the frames of one video. Raises
     DataError for empty ones."""
-    items = media_list(cell)
+    items = media_list(cell) if is_filled(cell) else []
     if kind == "video" and items and all(isinstance(item, Image.Image) for item in items):
         return [items]
     for place, item in enumerate(items):
-        if item is None or (isinstance(item, (str, bytes)) and not item):
+        if not is_filled(item):
             raise DataError(f"{kind} {place} of {len(items)} is empty", "media missing")
     return items
 
@@ -394,9 +396,9 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
 
 
 def _label(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (np.bool_, Integral)):
+    if not is_filled(value):
+        return None
+    if isinstance(value, (str, np.bool_, Integral)):
         return str(value)
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 

@@ -77,11 +77,6 @@ class PromptSampler:
         """What `take` will give, one by one; the sampler does not move."""
         return (self._at(place) for place in itertools.count(self.consumed))
 
-    def rows(self) -> Iterator[int]:
-        """What `take` gives, one by one."""
-        while True:
-            yield from self.take(1)
-
     def take(self, count: int) -> list[int]:
         """The next `count` indices of the stream."""
         batch = [self._at(place) for place in range(self.consumed, self.consumed + count)]
@@ -223,6 +218,11 @@ class PromptSupply:
         self._pool = ThreadPoolExecutor(_THREADS, "rows")
         self._ahead: dict[int, Future[PromptRow | BadRow]] = {}  # by index
 
+    def go_on(self, met: Sequence[dict[str, Any]]) -> None:
+        """Take up the bad rows that an earlier process met: they are replaced before they are loaded, as they were."""
+        self.dataset.bad.go_on(met)
+        self._known |= self.dataset.bad_taken() if met else {}
+
     def look_ahead(self) -> list[Future[PromptRow | BadRow]]:
         """Begin to load this rank's rows of the next global batch, beside whatever follows; no collective.
 
@@ -242,12 +242,12 @@ class PromptSupply:
         Raises DataError for a bad row that may not be skipped, for a larger share of them than max_bad_share, and when
         no row is left.
         """
-        order = self.sampler.take(self.sampler.batch_size)
+        order = self.sampler.next_batch()
         mine = PromptSampler.shard(range(len(order)), collectives.rank(), collectives.world_size())
         loaded: dict[int, PromptRow | BadRow] = {}  # by place in the batch
         while True:
             if self._known:
-                self._replace_known(order, self.sampler.rows())
+                self._replace_known(order, (self.sampler.take(1)[0] for _ in itertools.count()))
             missing = [place for place in mine if not isinstance(loaded.get(place), PromptRow)]
             wanted = {order[place] for place in missing}
             rows = {index: self._ahead.pop(index, None) or self._begun(index) for index in wanted}

@@ -108,10 +108,10 @@ def _parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
 
 
 class NumberedRows:
-    """A file or folder whose rows are counted from 0."""
+    """A file whose rows are counted from 0."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.path, self.folder = path, folder.absolute()
+    def __init__(self, path: Path) -> None:
+        self.path, self.folder = path, path.parent.absolute()
 
     def name(self, row: int) -> str:
         """ "file:row n"."""
@@ -122,7 +122,7 @@ class JsonSource(NumberedRows):
     """A JSON file that holds a list of rows."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, path.parent)
+        super().__init__(path)
         check_whole_file(path, "write it as .jsonl, one object a line, which is read row by row")
         rows = _parse_json(path.read_bytes(), str(path), " (one object a line is .jsonl)")
         if not isinstance(rows, list):
@@ -140,7 +140,7 @@ class CsvSource(JsonSource):
     """A CSV file with a header, such as a metadata.csv; all values are text, an empty cell is None."""
 
     def __init__(self, path: Path) -> None:
-        NumberedRows.__init__(self, path, path.parent)
+        NumberedRows.__init__(self, path)
         limit = csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold an image as base64
         try:
             self._header, self._rows = _read_csv(_read_text(path))
@@ -197,7 +197,7 @@ class TextSource(JsonSource):
     """A text file with one prompt a line; blank lines skip. Other signs that can end a line are part of the prompt."""
 
     def __init__(self, path: Path) -> None:
-        NumberedRows.__init__(self, path, path.parent)
+        NumberedRows.__init__(self, path)
         lines = _read_text(path).split("\n")
         self._rows = [{"prompt": line.strip()} for line in lines if line.strip()]
 
@@ -210,7 +210,7 @@ class ParquetSource(NumberedRows):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, path.parent)
+        super().__init__(path)
         self._place = path.absolute()  # whatever the working directory is then
         try:
             self._stamp = _stamp(path)
@@ -235,7 +235,8 @@ class ParquetSource(NumberedRows):
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         group = bisect_right(self._starts, row) - 1
         try:
-            return with_json(self._group(group).slice(row - self._starts[group], 1).to_pylist()[0], self._json)
+            found = self._group(group).slice(row - self._starts[group], 1).to_pylist(maps_as_pydicts="lossy")
+            return with_json(found[0], self._json)
         except _ARROW_ERRORS as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"{self.name(row)}: row group {group} cannot be read: {text}", "damaged page") from None
@@ -302,24 +303,6 @@ class _Kept:
 _kept = _Kept()
 
 
-class FolderSource(NumberedRows):
-    """One split of a Hugging Face data set folder, read from disk as rows are asked for."""
-
-    def __init__(self, path: Path, split: str) -> None:
-        super().__init__(path, path)
-        self._table = _load_folder(path, split).with_format("arrow")
-        self._json = json_in(self._table.features.arrow_schema)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, row: int) -> Mapping[str, Any]:
-        try:
-            return with_json(self._table[row : row + 1].to_pylist()[0], self._json)
-        except _ARROW_ERRORS as error:
-            raise DataError(f"{self.name(row)}: cannot be read: {error}", "damaged page") from None
-
-
 def _load_folder(path: Path, split: str) -> Any:
     """A folder of save_to_disk, or one of data files that `datasets` understands."""
     import datasets  # slow to import, and needed for folders alone
@@ -332,7 +315,8 @@ def _load_folder(path: Path, split: str) -> Any:
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except (datasets.exceptions.DatasetsError, *_ARROW_ERRORS) as error:
-        raise DataError(f"{path}: not a data set folder: {error}") from error
+        way_on = "(name one of its files, or give load_dataset(...) from Python)"
+        raise DataError(f"{path}: not a data set folder: {error} {way_on}") from error
     if isinstance(found, datasets.Dataset):
         return found
     if split not in found:
@@ -365,7 +349,7 @@ def open_source(path: str | Path, split: str) -> RowSource:
             return GivenRows(load_data_set(str(path), split), str(path))
         raise DataError(f"data set not found: {path}{where}")
     if path.is_dir():
-        return FolderSource(path, split)
+        return GivenRows(_load_folder(path, split), str(path), path)
     if path.suffix not in READERS:
         raise DataError(f"{path}: unknown kind of data file; known: {', '.join(READERS)}, or a data set folder")
     if not path.is_file():

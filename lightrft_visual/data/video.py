@@ -66,7 +66,7 @@ def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     if isinstance(source, Video):
         return source
     source, options = _split_options(source)
-    name = _describe_video(source)
+    name = f"<{len(source)} frames>" if isinstance(source, (list, tuple)) else describe_source(source)
     try:
         if isinstance(source, (np.ndarray, torch.Tensor)):
             return _from_list([Image.fromarray(frame) for frame in _frames_of(source)[: MAX_FRAMES + 1]], options)
@@ -104,12 +104,6 @@ def is_remote_video(source: Any) -> bool:
 
 def _is_frame_list(source: Any) -> bool:
     return isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray, Video))
-
-
-def _describe_video(source: Any) -> str:
-    if isinstance(source, (list, tuple)):
-        return f"<{len(source)} frames>"
-    return describe_source(source)
 
 
 def _split_options(source: Any) -> tuple[Any, dict[str, Any]]:
@@ -288,7 +282,13 @@ def _decode_container(container: Any, options: dict[str, Any], max_pixels: int) 
             image = image.rotate(frame.rotation, expand=True)
         return np.asarray(_bound_frame(image, options, limit))
 
-    frames = _pick_frames(container, stream, indices, kept)
+    frames, decoded = _pick_frames(container, stream, indices, kept)
+    if 1 < decoded < total and stream.frames == 0:  # some packets hold no frame to be shown
+        container.seek(0)
+        total, indices = decoded, _kept(options, decoded, fps)
+        frames, decoded = _pick_frames(container, stream, indices, kept)
+    if len(frames) < len(indices):
+        raise DataError(f"it ends before frame {indices[len(frames)]}, which its header promises")
     return Video(np.stack(frames), _metadata(indices, total, fps, "pyav"))
 
 
@@ -305,12 +305,14 @@ def _count_frames(container: Any, stream: Any) -> int:
 
 def _pick_frames(
     container: Any, stream: Any, indices: list[int], kept: Callable[[Any], np.ndarray]
-) -> list[np.ndarray]:
-    """Decode in order, keeping the frames at `indices` (ascending, possibly repeated)."""
+) -> tuple[list[np.ndarray], int]:
+    """Decode in order, keeping the frames at `indices` (ascending, possibly repeated), up to the last one or to the
+    end. How many were decoded, too."""
     frames: list[np.ndarray] = []
-    for place, frame in enumerate(container.decode(stream)):
-        while len(frames) < len(indices) and indices[len(frames)] == place:
+    decoded = 0
+    for decoded, frame in enumerate(container.decode(stream), start=1):
+        while len(frames) < len(indices) and indices[len(frames)] < decoded:
             frames.append(kept(frame))
         if len(frames) == len(indices):
-            return frames
-    raise DataError(f"it ends before frame {indices[len(frames)]}, which its header promises")
+            break
+    return frames, decoded

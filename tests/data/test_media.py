@@ -131,6 +131,13 @@ def test_size_is_checked_before_decoding():
         load_image(png_header(60_000, 60_000))
 
 
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_an_image_whose_exif_cannot_be_read_is_read_as_it_lies(format):
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 20), "red").save(buffer, format, exif=b"Exif\0\0no tiff")
+    assert image_size(buffer.getvalue()) == load_image(buffer.getvalue()).size == (40, 20)
+
+
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF"])
 def test_an_image_of_several_frames_is_refused_with_what_works_in_its_place(format):
     frames = [Image.effect_noise((64, 56), level).convert("RGB") for level in (20, 60, 90)]

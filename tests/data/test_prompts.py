@@ -18,6 +18,7 @@ from tiny_models import begin_with_bos
 
 import lightrft_visual.data.prompts as prompts_module
 import lightrft_visual.data.rendering as rendering
+import lightrft_visual.data.video as video_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows, warn_once
 from lightrft_visual.data.media import image_size
@@ -135,11 +136,16 @@ def test_a_system_prompt_that_no_row_can_have_is_refused_by_its_name(jsonl, proc
         open_rows(jsonl, checks=RowChecks(None, processor, 10**6), system_prompt=text, on_bad_row="skip")
 
 
-def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
+def test_max_rows_counts_good_rows_of_each_file_and_says_where_it_cuts(folder, jsonl, caplog):
+    caplog.set_level(logging.INFO)
     rows = [{"prompt": ""}, *ROWS, {"nothing": 1}]
     mixed = write_jsonl(folder / "mixed.jsonl", rows)
     dataset = open_rows(f"{mixed},{jsonl}", max_rows=2, on_bad_row="skip")
     assert dataset.sizes == [2, 2] and dataset.bad.causes == {"prompt form": 1}
+    assert f"{mixed}: the first 2 usable rows of 5 are taken (max_samples, of" in caplog.text
+    assert f"{jsonl}: the first 2 usable rows of 3 are taken" in caplog.text
+    caplog.clear()
+    assert len(open_rows(jsonl, max_rows=3)) == 3 and "are taken" not in caplog.text
     assert dataset[2].source == f"{jsonl}:1"  # files follow each other
 
 
@@ -373,6 +379,26 @@ def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ("42<|im_end|>\n", ("42", 2)),
+        (" 42 <|endoftext|>", (" 42 ", 1)),
+        (" 42\n", (" 42\n", 1)),
+        ("<|im_end|>", ("", 2)),
+    ],
+)
+def test_an_end_token_that_an_answer_brings_along_is_trained_once_with_and_without_a_template(
+    tokenizer, answer, trained
+):
+    ends = {"<|endoftext|>": 1, "<|im_end|>": 2}
+    assert render_answer(answer, "is it 42?", None, tokenizer, ends, {}) == trained
+    row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "is it 42?"}]}]), DataConfig()
+    prompt = render_prompt(row, tokenizer, config)
+    text, _ = render_answer(answer, prompt, messages_of(row, config), tokenizer, ends, {})
+    assert text.strip() == trained[0].strip()
+
+
 def test_what_a_template_leaves_out_is_remembered_once_it_is_known(tokenizer, monkeypatch):
     monkeypatch.setattr(
         tokenizer, "chat_template", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
@@ -443,6 +469,14 @@ def test_labels_of_rows_with_videos_are_known(folder, processor):
     for checks in (None, RowChecks(None, processor, 1000)):
         dataset = open_rows(write_jsonl(folder / "videos.jsonl", rows), checks=checks)
         assert (dataset.labels, dataset.video_labels) == ({"seen", "read", None}, {"seen", None})
+
+
+def test_videos_of_held_out_rows_are_decoded_once_at_the_start(folder, processor, monkeypatch):
+    path, decoded = write_jsonl(folder / "videos.jsonl", [{"prompt": "<video>what?", "videos": [["a.png"] * 3]}]), []
+    plain = video_module.load_image
+    monkeypatch.setattr(video_module, "load_image", lambda *own, **given: decoded.append(own) or plain(*own, **given))
+    checks = RowChecks(None, processor, 1000)
+    assert len(PromptDataset.for_evaluation(DataConfig(eval_data=path), checks)) == 1 and len(decoded) == 3
 
 
 def test_a_video_that_the_processor_refuses_is_a_bad_row(folder, tokenizer):

@@ -38,6 +38,13 @@ def test_a_label_is_a_text_or_a_whole_number(label):
     assert parse({"prompt": "hi", "label": label}).label == "2"
 
 
+@pytest.mark.parametrize("nothing", [None, float("nan"), "", [], {"bytes": None, "path": None}])
+@pytest.mark.parametrize("column", ["image", "images", "videos", "label"])
+def test_a_cell_that_holds_nothing_is_no_image_video_or_label(column, nothing):
+    row = parse({"prompt": "hi", column: nothing})
+    assert (row.prompt[0]["content"], row.images, row.videos, row.label) == ([text("hi")], [], [], None)
+
+
 @pytest.mark.parametrize(
     "reference",
     [
@@ -244,6 +251,12 @@ def test_what_supervised_runs_answer_is_the_column_that_is_named_whatever_its_na
     assert response_of(row, key) == "red"
 
 
+@pytest.mark.parametrize("label", [0.7, ["x"], float("nan")])
+def test_a_supervised_row_may_have_anything_in_a_column_label(label):
+    raw = {"prompt": "q", "response": "red", "label": label}
+    assert parse_row(raw, SFTDataConfig(), source="rows", root=None).label is None
+
+
 ASKED, SAID = {"role": "user", "content": "what colour?"}, {"role": "assistant", "content": [text("red")]}
 
 
@@ -254,6 +267,8 @@ ASKED, SAID = {"role": "user", "content": "what colour?"}, {"role": "assistant",
         ({"prompt": json.dumps([ASKED, SAID]), "reference": "other"}, {}),
         ({"messages": [ASKED, SAID]}, {"input_key": "messages"}),
         ({"messages": [ASKED, SAID]}, {}),
+        ({"messages": [ASKED, SAID], "response": None}, {}),
+        ({"messages": [ASKED, SAID], "prompt": "what colour?"}, {"data_format": "messages"}),
     ],
 )
 def test_messages_of_a_supervised_row_end_with_the_answer_in_any_column(raw, settings):
@@ -310,7 +325,8 @@ def test_an_answer_with_empty_calls_and_reasoning_is_trained_as_text():
         ({"said": " \n"}, "said", "column 'said' holds an empty text, not a text"),
         ({"response": ["red"], "reference": "red"}, "response", "column 'response' holds list, not a text"),
         ({"reference": ["red"]}, "response", "column 'response' and reference hold list, not a text"),
-        ({}, "response", "column 'response' and reference hold nothing, not a text"),
+        ({}, "response", "column 'response' and reference hold nothing, not a text$"),
+        ({"messages": [ASKED, SAID]}, "response", "hold nothing, not a text .--data_format messages answers the last"),
     ],
 )
 def test_a_response_that_is_no_text_is_an_error_that_names_its_column(raw, key, told):

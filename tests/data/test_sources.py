@@ -309,6 +309,13 @@ def test_values_of_mixed_types_are_read_as_datasets_gives_them(tmp_path, kind):
     assert [source[row] for row in range(len(source))] == wanted
 
 
+def test_a_map_of_a_parquet_file_is_a_mapping(tmp_path):
+    pairs, kind = [("ground_truth", "12"), ("style", "rule")], pyarrow.map_(pyarrow.string(), pyarrow.string())
+    table = pyarrow.table({"prompt": ["q"], "reward_model": pyarrow.array([pairs], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [{"prompt": "q", "reward_model": dict(pairs)}]
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut", "nested too deep"])
 def test_a_cell_that_is_no_json_where_its_type_says_so_makes_its_row_bad(tmp_path, text):
     cells = pyarrow.array(['"q"', text], pyarrow.json_())

@@ -90,7 +90,7 @@ def test_bad_rows_of_before_a_resume_count_in_the_share_that_ends_the_run(path):
     while not len(before.dataset.bad):
         before.next_rows(1)
     after.sampler.load_state_dict(before.sampler.state_dict())
-    after.dataset.bad.go_on([asdict(row) for row in before.dataset.bad.rows.values() if row.found != BadRow.found])
+    after.go_on([asdict(row) for row in before.dataset.bad.rows.values() if row.found != BadRow.found])
     with pytest.raises(TooManyBadRows, match="3 of 12 rows left out"):
         after.next_rows(2)
 

@@ -157,6 +157,22 @@ def test_truncated_and_oversized_files_are_refused(clip, tmp_path):
         load_video(clip, max_pixels=1000)
 
 
+def test_packets_that_show_nothing_are_no_frames_where_the_header_counts_none(tmp_path):
+    """Without its first key frame a stream shows nothing up to the second one."""
+    for name in ("cut.mkv", "cut.mp4"):
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("libx264", rate=8, options={"g": "6", "bf": "0", "sc_threshold": "0"})
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            grey = [av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * n, np.uint8)) for n in range(24)]
+            packets = [packet for frame in [*grey, None] for packet in stream.encode(frame)]
+            container.mux(packets[1:])
+    video = load_video(tmp_path / "cut.mkv")
+    assert (video.metadata["total_num_frames"], levels(video)[0], levels(video)[-1]) == (18, 6, 23)
+    assert video.metadata["frames_indices"][-1] == 17 and len(video.frames) == 4
+    with pytest.raises(DataError, match="it ends before frame 22, which its header promises"):
+        load_video(tmp_path / "cut.mp4")
+
+
 def test_a_stream_without_a_container_is_refused_by_its_format(tmp_path):
     path = tmp_path / "raw.h264"
     with av.open(str(path), "w", format="h264") as raw:

@@ -62,7 +62,7 @@ def bad_rows(folder: Path) -> list[tuple[str, Any]]:
         ("not base64", {"prompt": "q", "images": ["data:image/png;base64,%%%"]}),
         ("media form", {"prompt": "q", "images": [5]}),
         ("media missing", {"prompt": "q", "images": [None]}),
-        ("video options", {"prompt": "q", "videos": [[]]}),
+        ("media missing", {"prompt": "q", "videos": [[]]}),
         ("reference not finite", {"prompt": "q", "reference": float("nan")}),
         ("reference not finite", {"prompt": "q", "reference": {"boxes": [{"x": float("inf")}]}}),
         ("label form", {"prompt": "q", "label": {"kind": 1}}),

@@ -119,6 +119,21 @@ def test_rows_of_the_hub_are_read_and_those_that_are_nowhere_say_where_was_looke
         open_source("org/other", "train")
 
 
+def test_data_of_several_configurations_are_refused_with_the_way_on(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n- config_name: b\n  data_files: b.jsonl\n---\n"
+    )
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "q"}\n')
+    with pytest.raises(DataError, match=r"(?s)Config name is missing.* \(name one of its files, or give load_dataset"):
+        open_source(tmp_path, "train")
+    plain = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: plain(str(tmp_path), split=split))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "")
+    with pytest.raises(DataError, match=r"(?s)Config name is missing.* \(give load_dataset"):
+        open_source("org/rows", "train")
+
+
 def prepared_as(name, folder):
     """Rows in a cache of data sets as `datasets` leaves those of the hub there."""
     (folder / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...data.forms import UNREAD, Content, are_mappings, are_messages, json_list, messages_in, without_answer
+from ...data.forms import UNREAD, Content, are_mappings, are_messages, is_filled, json_list, messages_in, without_answer
 from ...errors import DataError
 
 QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
@@ -62,8 +62,11 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
     if not are_mappings(turns):
         return None
     messages = []
+    has = {kind: any(is_filled(raw.get(name)) for name in (kind, f"{kind}s")) for kind in ("image", "video")}
+    as_video = has["video"] and not has["image"] and "<video>" not in str(turns)  # LLaVA writes <image> for both
     for place, turn in enumerate(turns):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        text = text.replace("<image>", "<video>") if as_video and isinstance(text, str) else text
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             known = ", ".join(_SPEAKERS)
             raise DataError(f"turn {place} of conversations is from {speaker!r}; known: {known}", "prompt form")

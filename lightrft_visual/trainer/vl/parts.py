@@ -134,9 +134,8 @@ class PromptSource:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
         self.supply.dataset.check_resumed(state.get("data"))
-        self.supply.dataset.bad.go_on(state.get("bad_rows", []))  # earlier versions kept none
-        batches = state.get("rounds", 0)  # which earlier versions have counted
-        self.taken = int(state.get("taken", batches * self.supply.sampler.batch_size))
+        self.supply.go_on(state.get("bad_rows", []))  # earlier versions kept none, and counted rounds
+        self.taken = int(state.get("taken", state.get("rounds", 0) * self.supply.sampler.batch_size))
 
     def _next_ids(self) -> T:
         """The numbers of this rank's prompts in the next batch."""

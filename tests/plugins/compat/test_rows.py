@@ -20,6 +20,16 @@ from lightrft_visual.errors import ConfigError, DataError
 png, read = row_files.png, row_files.read
 
 
+@pytest.mark.parametrize("column", ["video", "videos"])
+@pytest.mark.parametrize("mark", ["<image>", "<video>"])
+def test_llava_video_whose_place_is_marked_as_an_image_is_read(column, mark):
+    turns = [{"from": "human", "value": f"{mark}what?"}, {"from": "gpt", "value": "red"}]
+    row = parse_row({column: "a.mp4", "conversations": turns}, DataConfig(), source="rows", root=None)
+    assert (parts(row), row.videos, row.images) == ("[video]what?", ["a.mp4"], [])
+    row = parse_row({column: "a.mp4", "image": "a.png", "conversations": turns}, DataConfig(), source="rows", root=None)
+    assert (row.videos, row.images) == (["a.mp4"], ["a.png"])
+
+
 def test_verl(read, png, tmp_path):
     def rows(image):
         return [{

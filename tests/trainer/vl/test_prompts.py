@@ -130,6 +130,17 @@ def test_bad_rows_met_before_a_checkpoint_count_in_the_run_that_resumes_from_it(
     prompts_of(path, None, size=1).load_state_dict(states[begun])
 
 
+@pytest.mark.parametrize("size", [4, 5, 6])
+def test_a_resumed_source_that_has_met_bad_rows_goes_on_with_the_same_prompts_in_the_same_order(path, size):
+    whole = prompts_of(path, None, size=size)
+    states = [whole.next(number) and whole.state_dict() for number in range(4)]
+    wanted = [whole.next(number).prompts for number in range(4, 7)]
+    for begun, state in enumerate(states, start=1):
+        resumed = prompts_of(path, None, size=size)
+        resumed.load_state_dict(state)
+        assert [resumed.next(number).prompts for number in range(begun, 7)][4 - begun :] == wanted
+
+
 def test_a_further_batch_of_a_step_is_prepared_where_makers_may_ask_for_it(path):
     features = Preparing()
     source = prompts_of(path, features, keeps_ready=True)
