@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "bad_rows.jsonl"
 LONG_PROMPT = "long prompt"  # the one cause that `on_long_prompt` decides about, instead of `on_bad_row`
 _SHOWN = 5
+TOLD: dict[tuple[Any, ...], object] = {}  # what `warn_once` has said
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ class BadRows:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows if row.source not in known)
 
 
-@cache
 def warn_once(told: str, *arguments: Any) -> None:
-    """Of what many rows have alike: at the first, on rank 0."""
-    if collectives.is_rank_0():
+    """Of what many rows have alike: at the first, on rank 0. Threads that read rows come here at the same time."""
+    mine = object()
+    if collectives.is_rank_0() and TOLD.setdefault((told, *arguments), mine) is mine:
         logger.warning(told, *arguments)
 
 

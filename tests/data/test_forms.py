@@ -9,7 +9,7 @@ from row_files import parts, roles
 
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import DataConfig
-from lightrft_visual.data.bad_rows import warn_once
+from lightrft_visual.data.bad_rows import TOLD
 from lightrft_visual.data.forms import _forms
 from lightrft_visual.errors import ConfigError, DataError
 
@@ -28,7 +28,7 @@ TWO = {"prompt": "q", "images": ["a.png"], "image": "a.png"}
     ],
 )
 def test_a_column_of_images_that_is_not_read_beside_others_is_said_once(read, png, caplog, row, settings, unread):
-    warn_once.cache_clear()
+    TOLD.clear()
     rows = read("two.jsonl", [row] * 3, **settings)
     assert [len(each.images) for each in rows] == [1, 1, 1]
     told = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]

@@ -20,7 +20,7 @@ import lightrft_visual.data.prompts as prompts_module
 import lightrft_visual.data.rendering as rendering
 import lightrft_visual.data.video as video_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
-from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows, warn_once
+from lightrft_visual.data.bad_rows import TOLD, BadRow, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
 from lightrft_visual.data.rendering import check_template_kwargs, messages_of, render_answer, render_prompt
@@ -372,7 +372,7 @@ def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
     tokenizer, caplog, monkeypatch, template, answer, trained, end
 ):
     monkeypatch.setattr(tokenizer, "chat_template", template or tokenizer.chat_template)
-    warn_once.cache_clear()
+    TOLD.clear()
     row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "is it 42?"}]}]), DataConfig()
     prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
     assert render_answer(answer, prompt, messages_of(row, config), tokenizer, ends, {}) == (trained, ends[end])
@@ -423,7 +423,7 @@ def test_an_answer_that_the_template_does_not_write_whole_stands_as_it_is_and_th
     tokenizer, caplog, monkeypatch, template
 ):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    warn_once.cache_clear()
+    TOLD.clear()
     row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]), DataConfig()
     prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
     for answer in ("<think>I see</think>42", "<think>so</think>7"):

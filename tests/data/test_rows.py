@@ -9,7 +9,7 @@ import torch
 
 from lightrft_visual.config.sft import SFTDataConfig
 from lightrft_visual.config.vl import DataConfig
-from lightrft_visual.data.bad_rows import warn_once
+from lightrft_visual.data.bad_rows import TOLD
 from lightrft_visual.data.rows import parse_row, response_of
 from lightrft_visual.errors import DataError
 
@@ -336,7 +336,7 @@ def test_a_response_that_is_no_text_is_an_error_that_names_its_column(raw, key, 
 
 
 def test_tools_of_a_row_are_said_once_not_to_be_shown(caplog):
-    warn_once.cache_clear()
+    TOLD.clear()
     schema = [{"type": "function", "function": {"name": "zoom", "parameters": {}}}]
     for tools in ([], None, "a hammer", "[]"):
         parse_row({"prompt": "q", "tools": tools}, DataConfig(), source="rows", root=None)

@@ -15,7 +15,7 @@ from PIL import Image
 from replay_cases import items_equal
 from tiny_models import begin_with_bos, checkpoint_of, clip, inputs_of, picture
 
-from lightrft_visual.data.bad_rows import warn_once
+from lightrft_visual.data.bad_rows import TOLD
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch, strip_padding
@@ -292,7 +292,7 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
 
 
 def test_a_first_observation_without_room_for_an_answer_is_told_once(rig, caplog):
-    warn_once.cache_clear()
+    TOLD.clear()
     for tokens in (400, 30, 30):
         stage_of(rig, Endless, limits=limits_of(9, tokens)).generate(batch_of([1]), SETTINGS)
     (told,) = (each.getMessage() for each in caplog.records if "leaves no room" in each.getMessage())
