@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .arguments import (
     SAVING_LIMIT,
+    by_path,
     check_kinds,
     data_of,
     data_settings,
@@ -136,7 +137,7 @@ class _Trainer:
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
         with names_given() as self._given:
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
-            settings |= episode_settings(settings) | data_settings(settings)
+            settings |= episode_settings(settings) | data_settings(settings, self.root.schema)
             recipes = [config] if isinstance(config, str | os.PathLike) else config
             argv = [word for recipe in recipes for word in ("--config", str(recipe))]
             files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
@@ -160,9 +161,11 @@ class _Trainer:
         if train_dataset is not None:
             given |= self._training_data(train_dataset, settings)
         if eval_dataset is not None:
-            given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(settings, "eval_split"))
-        refuse_both(given, settings)
-        return emptied(given, settings) | given
+            given["eval_data"] = data_of(
+                eval_dataset, "eval_dataset", split_of(settings, "eval_split", self.root.schema)
+            )
+        refuse_both(given, settings, self.root.schema)
+        return emptied(given) | given
 
     def fit(self) -> Result:
         """Train to the last step. Raises what went wrong, as the errors of `lightrft_visual.errors`; what was written
@@ -242,7 +245,7 @@ class _Trainer:
         return reward_settings(rewards, weights)
 
     def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {"prompt_data": data_of(data, "train_dataset", split_of(settings, "prompt_split"))}
+        return {"prompt_data": data_of(data, "train_dataset", split_of(settings, "prompt_split", self.root.schema))}
 
     @contextmanager
     def model_on_disk(self) -> Iterator[None]:
@@ -357,12 +360,11 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
     root, defaults = ALGORITHMS["dpo"]
 
     def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-        split = split_of(settings, "prompt_split")
+        split = split_of(settings, "prompt_split", self.root.schema)
         named = data_of(data, "train_dataset", split)
         first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
         pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
-        keys = ("chosen_key", "rejected_key", "data.chosen_key", "data.rejected_key")
-        pairs = pairs or not settings.keys().isdisjoint(keys)
+        pairs = pairs or not {"data.chosen_key", "data.rejected_key"}.isdisjoint(by_path(settings, self.root.schema))
         return {"pair_data" if pairs else "prompt_data": named}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from .config import registry
 from .config.given_files import ROWS, located
 from .config.kinds import check_hooks
-from .config.leaves import names_of
+from .config.leaves import KEYWORD, Setting, names_of
 from .config.recipes import SUFFIXES
 from .config.shared import REWARDS
 from .errors import ConfigError, DataError
@@ -53,12 +53,28 @@ def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None
         raise ConfigError("processing_class belongs to a loaded model: one that is named has its own in its folder")
 
 
-def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """A model, data or a reward is given in one way."""
-    arguments = {"pretrain": "model", "eval_data": "eval_dataset"}
-    arguments |= dict.fromkeys(("prompt_data", "pair_data"), "train_dataset")
-    for name in given.keys() & settings.keys():
-        raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
+def by_path(settings: Mapping[str, Any], schema: type) -> dict[str, tuple[str, Any]]:
+    """Settings under any of their spellings, as (name, value) by the path of what they set; a key of a mapping sets
+    none of its own. Raises ConfigError for a word of another system that means nothing here."""
+    names = names_of(schema)
+    read = [(name, each) for name in settings for each in names.translated(Setting(name, settings[name], KEYWORD))]
+    found = [(leaf, inside, name, each) for name, each in read for leaf, inside in names.find(each.name)]
+    return {leaf.path: (name, each.value) for leaf, inside, name, each in found if not inside}
+
+
+def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any], schema: type) -> None:
+    """Raise ConfigError where a model, data or a reward is given in two ways.
+
+    Args:
+        given: what the arguments of a trainer say, as settings.
+        settings: of the caller, under any spelling.
+        schema: of the configuration.
+    """
+    arguments = {"model.pretrain": "model", "data.eval_data": "eval_dataset"}
+    arguments |= dict.fromkeys(("data.prompt_data", "data.pair_data"), "train_dataset")
+    said = by_path(settings, schema)
+    for path in by_path(given, schema).keys() & said.keys():
+        raise ConfigError(f"{said[path][0]} says the same as {arguments.get(path, 'reward_funcs')}: give one of them")
 
 
 def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
@@ -130,17 +146,23 @@ def data_of(data: Any, name: str, split: str) -> str:
         raise DataError(f"{name} {error}") from error
 
 
-def split_of(settings: Mapping[str, Any], name: str) -> str:
-    """What a setting of a split, by its name or path, says; without it the usual one."""
-    return settings.get(name, settings.get(f"data.{name}", {"eval_split": "test"}.get(name, "train")))
+def split_of(settings: Mapping[str, Any], name: str, schema: type) -> str:
+    """What a setting of a split says, under any spelling; without it the usual one.
+
+    Args:
+        settings: of the caller.
+        name: eval_split or prompt_split.
+        schema: of the configuration.
+    """
+    return by_path(settings, schema).get(f"data.{name}", ("", {"eval_split": "test"}.get(name, "train")))[1]
 
 
-def data_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+def data_settings(settings: Mapping[str, Any], schema: type) -> dict[str, str]:
     """Those of `settings` that name data and hold it in their place, as `data_of` says them."""
-    names = [*ROWS, *(f"data.{name}" for name in ROWS)]
-    held = {name: settings[name] for name in names if not isinstance(settings.get(name), str | os.PathLike | None)}
-    splits = {name: "eval_split" if name.endswith("eval_data") else "prompt_split" for name in held}
-    return {name: data_of(data, name, split_of(settings, splits[name])) for name, data in held.items()}
+    said = {path: each for path, each in by_path(settings, schema).items() if path.removeprefix("data.") in ROWS}
+    held = {path: each for path, each in said.items() if not isinstance(each[1], str | os.PathLike | None)}
+    splits = {path: "eval_split" if path.endswith("eval_data") else "prompt_split" for path in held}
+    return {name: data_of(data, name, split_of(settings, splits[path], schema)) for path, (name, data) in held.items()}
 
 
 def name_of(function: Any) -> str:
@@ -205,15 +227,12 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     return settings
 
 
-def emptied(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def emptied(given: Mapping[str, Any]) -> dict[str, Any]:
     """What empties the rewards of a recipe in whose place those `given` stand. A recipe of rewards by itself may name
-    the models, servers and functions there. settings: of the caller, which stay."""
+    the models, servers and functions there. Settings of the caller are laid over it."""
     named = given.keys() & {*REWARDS}
-    if not named:
-        return {}
-    kept = {*given, *(part for name in settings for part in name.split("."))}
     others = ("components",) if named == {"reward_recipe"} else REWARDS
-    return {name: {} if name in ("components", "kwargs") else None for name in (*others, "kwargs") if name not in kept}
+    return {name: {} if name in ("components", "kwargs") else None for name in (*others, "kwargs") if named}
 
 
 def _distinct(entries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:

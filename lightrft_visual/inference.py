@@ -206,6 +206,7 @@ def _configured(
     """How a checkpoint is evaluated; a suite has data and rewards of its own. called: name of the data in errors."""
     if "config" in settings:
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
+    kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
     with ExitStack() as lent:
         scratch = lent.enter_context(tempfile.TemporaryDirectory(prefix="lightrft_visual_"))
         model = lent.enter_context(checkpoint.model(settings.get("bf16", settings.get("model.bf16"))))
@@ -243,7 +244,7 @@ def _configured(
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
             with names_given() as rows:
-                named_rows = data_of(eval_dataset, called, split_of(settings, "eval_split"))
+                named_rows = data_of(eval_dataset, called, split_of(settings, "eval_split", kind.root.schema))
             lent.callback(forget, rows)
             own |= dict.fromkeys(("prompt_data", "eval_data"), named_rows)
         recipe = os.path.join(scratch, "run.yaml")
@@ -251,7 +252,6 @@ def _configured(
         suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
-        kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
