@@ -275,6 +275,18 @@ class TrainConfig(Section):
             "max_tokens_per_batch is a positive budget of packed batches: add --packing_samples (0 turns it off)",
         )
 
+    def check_budget(self, prompt: str, response: str, longest: int) -> None:
+        """Raise ConfigError where a packed batch has no room for a sample.
+
+        Args:
+            prompt: its most tokens, in words.
+            response: likewise, of what stands behind it.
+            longest: their sum.
+        """
+        budget = self.max_tokens_per_batch
+        told = f"max_tokens_per_batch {budget} is less than one sample may have: {prompt} + {response}"
+        require(budget == 0 or budget >= longest, f"{told}; set it to {longest} or more")
+
 
 @dataclass
 class RunConfig(Section):
@@ -433,16 +445,11 @@ class RunConfig(Section):
         )
 
     def _check_lengths(self) -> None:
-        algorithm, rollout, budget = self.algorithm, self.rollout, self.train.max_tokens_per_batch
-        longest, episodes = rollout.prompt_max_len + self.response_max_len, self.episodes.used
-        named = f"{self.response_max_len} of an episode" if episodes else said(rollout, "generate_max_len")
+        algorithm, rollout, most = self.algorithm, self.rollout, self.response_max_len
+        named = f"{most} of an episode" if self.episodes.used else said(rollout, "generate_max_len")
+        self.train.check_budget(said(rollout, "prompt_max_len"), named, rollout.prompt_max_len + most)
         require(
-            budget == 0 or budget >= longest,
-            f"max_tokens_per_batch {budget} is less than one sample may have: {said(rollout, 'prompt_max_len')} + "
-            f"{named}; set it to {longest} or more",
-        )
-        require(
-            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < self.response_max_len,
+            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < most,
             f"overlong_buffer_len {algorithm.overlong_buffer_len} must be less than {named}: every response would be "
             "penalised from its first token on",
         )

@@ -119,6 +119,18 @@ def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work
         sizes("--n_samples_per_prompt 5 --train_batch_size 300")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--packing_samples --max_tokens_per_batch 100", r"\(the default\) \+ generate_max_len 1024 .* set it to 2048"),
+        ("--bf16 --grad_accum_dtype fp32 --zero_stage 0", "grad_accum_dtype: ZeRO stage 0"),
+    ],
+)
+def test_budget_and_gradient_type_of_a_supervised_run_are_checked_as_those_of_others(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(SFTRunConfig, flags.split(), preset=None)
+
+
 def test_best_metric_of_a_supervised_run_needs_held_out_rows():
     rows = ["--prompt_data", "a.jsonl", "--best_metric", "eval_loss"]
     with pytest.raises(ConfigError, match="best_metric compares evaluations"):
