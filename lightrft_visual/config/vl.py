@@ -157,12 +157,14 @@ class DataConfig(Section):
         return known and self.max_eval_samples > 0
 
     def check(self) -> None:
-        """Mixing probabilities, and the order of the sizes."""
+        """Mixing probabilities, what a chat template reads, and the order of the sizes."""
         shares = mixing_shares(mixing_probabilities(self.prompt_data_probs) or [])
         sets = sum(1 for part in self.prompt_data.split(",") if part.strip())
         fits = len(shares) in (0, sets)
         require(fits, f"{len(shares)} mixing probabilities for {sets} data sets (prompt_data_probs)")
         default_held_out(self, registry.tasks)
+        told = "system_prompt and chat_template_kwargs do nothing with apply_chat_template false: leave them out"
+        require(self.apply_chat_template or not (self.system_prompt or self.chat_template_kwargs), told)
         if self.min_pixels is not None and self.max_pixels is not None:
             require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
 

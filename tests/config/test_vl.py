@@ -23,6 +23,8 @@ def load(text: str) -> RunConfig:
             "--packing_samples --max_tokens_per_batch 1000",
             r"prompt_max_len 1024 \(the default\) \+ generate_max_len 1024 \(the default\); set it to 2048",
         ),
+        ("--no_apply_chat_template --system_prompt Think.", "do nothing with apply_chat_template false"),
+        ("--no_apply_chat_template --chat_template_kwargs.thinks true", "do nothing with apply_chat_template false"),
         ("--answer_loss_weight 0 --drawing_loss_weight 0", "are both 0: nothing would be trained"),
         ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
         ("--engine_quantization fp8", "add --tis_mode token"),
