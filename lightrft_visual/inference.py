@@ -41,8 +41,8 @@ LEFT_OUT = {
         "offload_reference", "image_dependence_every",
     ),
     "model": (
-        "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "target_parameters",
-        "freeze_prefix", "trainable_models",
+        "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "lora_alpha",
+        "lora_dropout", "target_modules", "target_parameters", "freeze_prefix", "trainable_models",
     ),
     "sampling": (
         "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",

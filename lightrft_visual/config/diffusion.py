@@ -211,6 +211,12 @@ class DiffusionDataConfig(Section):
     on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are held-out prompts."""
+        known = self.eval_data is not None or self.prompt_data in registry.drawing_tasks
+        return known and self.max_eval_samples > 0
+
     def check(self) -> None:
         """Held-out prompts of a built-in task."""
         default_held_out(self, registry.drawing_tasks)
@@ -269,6 +275,7 @@ class DiffusionRunConfig(Section):
         """What several sections must agree on; what nobody has set is filled in."""
         self._take_pairs()
         self._fill_in_defaults()
+        idle.check_any(self)
         idle.check_diffusion(self.algorithm, self.data)
         self._check_coupled()
         self._check_trajectory()
@@ -296,12 +303,9 @@ class DiffusionRunConfig(Section):
             alone or not (entry.coupled or entry.trains_on == "reward"),
             f"sp_size shares forwards of losses of single drawn samples, which {entry.name}'s is not: leave it at 1",
         )
-        data = self.data
-        built_in = data.prompt_data in registry.drawing_tasks
-        held_out = (data.eval_data is not None or built_in) and data.max_eval_samples > 0
-        gold = self.guard.gold(self.reward) is not None or built_in
-        self.guard.check_run(gold, held_out, drawn=not self.offline)
-        self.output.check_best(held_out)
+        gold = self.guard.gold(self.reward) is not None or self.data.prompt_data in registry.drawing_tasks
+        self.guard.check_run(gold, self.data.evaluated, drawn=not self.offline)
+        self.output.check_best(self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self.distributed.settle()
         self.asynchronous.settle(self.distributed.split, corrected=False)

@@ -59,10 +59,12 @@ def check_run(algorithm: Any, rollout: Any) -> None:
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
-def check_evaluation(config: Any) -> None:
-    """Of a run of any other model than the embedded one, whose preset says how it is evaluated."""
-    data, output = config.data, config.output
-    if config.model.pretrain != EMBEDDED and not data.evaluated and data.max_eval_samples > 0:
+def check_any(config: Any) -> None:
+    """Of every run: adapters of no rank, and evaluations, but those of the embedded model, which its preset asks for."""
+    model, data, output = config.model, config.data, config.output
+    adapters = [name for name in ("lora_alpha", "lora_dropout", "target_modules") if hasattr(model, name)]
+    _say_idle(model, not_usual(model, adapters) if model.lora_rank == 0 else [], "a lora_rank above 0")
+    if model.pretrain != EMBEDDED and not data.evaluated and data.max_eval_samples > 0:
         reader = "evaluations, whose prompts --eval_data names"
         _say_idle(data, not_usual(data, ("eval_split", "max_eval_samples")), reader)
         saves = output.save_steps is None  # by the interval of evaluations

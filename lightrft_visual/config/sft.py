@@ -111,7 +111,7 @@ class SFTRunConfig(Section):
         self.distributed.check_run(self.model, self.train)
         prompt, response = (said(self.rollout, f"{name}_max_len") for name in ("prompt", "generate"))
         self.train.check_budget(prompt, response, self.rollout.prompt_max_len + self.response_max_len)
-        idle.check_evaluation(self)
+        idle.check_any(self)
         require(
             self.model.pretrain != EMBEDDED or self.model.embedded_family != "janus",
             "embedded_family janus answers and draws by `train unified`; train sft takes the other families",

@@ -335,7 +335,7 @@ class RunConfig(Section):
         self._check_async()
         self.episodes.check_run(self)
         idle.check_run(self.algorithm, self.rollout)
-        idle.check_evaluation(self)
+        idle.check_any(self)
 
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous

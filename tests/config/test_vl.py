@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.idle import check_run
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.sft import SFTRunConfig
@@ -195,7 +196,7 @@ def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(se
     assert [each.message for each in caplog.records] == told
 
 
-@pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig])
+@pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig, DiffusionRunConfig])
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -214,6 +215,23 @@ def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(se
 def test_settings_of_evaluations_are_said_to_do_nothing_without_held_out_prompts(schema, flags, told, caplog):
     load_config(schema, flags.split(), preset=None)
     assert [each.message for each in caplog.records if "eval_" in each.message] == told
+
+
+@pytest.mark.parametrize(
+    ("schema", "flags", "told"),
+    [
+        (RunConfig, "--lora_alpha 32 --target_modules q_proj",
+         ["lora_alpha 32 and target_modules q_proj: read by a lora_rank above 0, and does nothing here"]),
+        (SFTRunConfig, "--lora_dropout 0.1",
+         ["lora_dropout 0.1: read by a lora_rank above 0, and does nothing here"]),
+        (DiffusionRunConfig, "--lora_rank 0 --lora_alpha 32",
+         ["lora_alpha 32: read by a lora_rank above 0, and does nothing here"]),
+        (DiffusionRunConfig, "--lora_alpha 32", []),
+    ],
+)  # fmt: skip
+def test_settings_of_adapters_are_said_to_do_nothing_without_a_rank(schema, flags, told, caplog):
+    load_config(schema, flags.split(), preset=None)
+    assert [each.message for each in caplog.records if "lora" in each.message] == told
 
 
 def test_attention_goes_by_the_names_of_transformers_and_those_of_flash_attention_on_the_hub():
