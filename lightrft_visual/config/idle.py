@@ -55,12 +55,13 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         _say_idle(algorithm, not_usual(algorithm, ("lambd", "value_clip")), "advantage_estimator gae")
     if loss.name in ("sapo", "vespo", "kl_cov"):
         _say_idle(algorithm, not_usual(algorithm, ("eps_clip", "eps_clip_high")), "policy losses that clip ratios")
-    _refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
+    own = ("engine_quantization", "engine_kv_cache_dtype", "engine_kwargs")
+    _refuse_idle(rollout, own, "engines with weights of their own", rollout.engine_type != "hf")
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
 def check_any(config: Any) -> None:
-    """Of every run: adapters of no rank, and evaluations, but those of the embedded model, which its preset asks for."""
+    """Of every run: adapters of no rank; evaluations, but for the embedded model, whose preset asks for them."""
     model, data, output = config.model, config.data, config.output
     adapters = [name for name in ("lora_alpha", "lora_dropout", "target_modules") if hasattr(model, name)]
     _say_idle(model, not_usual(model, adapters) if model.lora_rank == 0 else [], "a lora_rank above 0")

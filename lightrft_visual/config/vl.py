@@ -325,6 +325,7 @@ class RunConfig(Section):
         rollout = self.rollout
         told = f"{said(rollout, 'rollout_batch_size')} * {said(rollout, 'n_samples_per_prompt')}"
         settle_update(self.train, rollout.rollout_batch_size * rollout.n_samples_per_prompt, told)
+        idle.check_run(self.algorithm, self.rollout)
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
@@ -334,7 +335,6 @@ class RunConfig(Section):
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
         self.episodes.check_run(self)
-        idle.check_run(self.algorithm, self.rollout)
         idle.check_any(self)
 
     def _check_async(self) -> None:

@@ -33,6 +33,11 @@ def load(text: str) -> RunConfig:
             "--engine_type hf --engine_quantization fp8 --tis_mode token",
             "engine_quantization belongs to engines with weights of their own",
         ),
+        ("--engine_type hf --engine_kv_cache_dtype fp8", "engine_kv_cache_dtype belongs to engines with weights"),
+        (
+            "--engine_type hf --engine_kwargs.block_size 32",
+            "engine_kwargs belongs to engines with weights of their own",
+        ),
         ("--tis_mode token --tis_mask --tis_floor 2.5", "not below tis_cap 2.0"),
         ("--sapo_tau_neg 2", "sapo_tau_neg belongs to policy_loss sapo; here 2.0 would do nothing: leave it out"),
         ("--noisy_rollout_strength 3", "belongs to a noisy_rollout_share"),
