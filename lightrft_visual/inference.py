@@ -20,6 +20,7 @@ from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved, split_of, written_once
 from .config import registry
 from .config.diffusion import PARTS, lora_folders
+from .config.idle import OF_ENGINES
 from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
@@ -231,6 +232,9 @@ def _configured(
             if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
                 tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
             own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(checkpoint.run, eval_dataset))
+        rollout = tree.get("rollout", {})
+        if settings.get("engine_type", settings.get("rollout.engine_type")) not in (None, rollout.get("engine_type")):
+            tree["rollout"] = {k: v for k, v in rollout.items() if k not in OF_ENGINES}
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:

@@ -133,7 +133,9 @@ def test_a_checkpoint_of_a_run_on_pairs_is_evaluated_on_the_held_out_prompts_of_
 
 def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(tmp_path):
     own = {"engine_quantization": "fp8", "policy_loss": "dppo_tv", "output_dir": tmp_path}
-    assert configured(left_by(GRPOTrainer("org/model", "exact", ROWS, **own))).rollout.engine_quantization == "fp8"
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, **own))
+    assert configured(checkpoint).rollout.engine_quantization == "fp8"
+    assert configured(checkpoint, engine_type="hf").rollout.engine_quantization is None
 
 
 @pytest.mark.parametrize(

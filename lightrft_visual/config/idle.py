@@ -15,6 +15,7 @@ from .shared import EMBEDDED
 
 logger = logging.getLogger(__name__)
 CLIPPED = ("flow_grpo", "dance_grpo", "mix_grpo", "temp_flow_grpo", "ddpo", "awm")  # by clip_range
+OF_ENGINES = ("engine_quantization", "engine_kv_cache_dtype", "engine_kwargs")  # vLLM's names and SGLang's
 REWARD_FL = (
     "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
     "score_mean", "score_std", "score_target",
@@ -55,8 +56,7 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         _say_idle(algorithm, not_usual(algorithm, ("lambd", "value_clip")), "advantage_estimator gae")
     if loss.name in ("sapo", "vespo", "kl_cov"):
         _say_idle(algorithm, not_usual(algorithm, ("eps_clip", "eps_clip_high")), "policy losses that clip ratios")
-    own = ("engine_quantization", "engine_kv_cache_dtype", "engine_kwargs")
-    _refuse_idle(rollout, own, "engines with weights of their own", rollout.engine_type != "hf")
+    _refuse_idle(rollout, OF_ENGINES, "engines with weights of their own", rollout.engine_type != "hf")
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
