@@ -308,7 +308,7 @@ class DiffusionRunConfig(Section):
         self.output.check_best(self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self.distributed.settle()
-        self.asynchronous.settle(self.distributed.split, corrected=False)
+        self.asynchronous.check_run(self.distributed.split, corrected=False)
         require(not self.asynchronous.partial_rollouts, "partial_rollouts are for responses in text")
         require(
             self.asynchronous.stale_correction != "none",

@@ -33,7 +33,7 @@ from .given_files import missing_files, refused_resume
 from .leaves import COMMAND_LINE, KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import REFERENCE, LayerReader, load_plugins, plugins_in, yaml_value
 from .shared import EMBEDDED, REWARDS
-from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
+from .spellings import COMMA_LISTS, FOLLOWING, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
@@ -269,12 +269,14 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
         path = f"{leaf.path}.{inside}" if inside else leaf.path
         if beside and sources.get(path) == setting.origin:
             continue
+        before = OmegaConf.select(tree, path, throw_on_resolution_failure=False)
         with refused_as(ConfigError, f"{path} ({setting.origin})"):
             read = _read(leaf, inside, value, setting.origin)
             _assign(tree, path, leaf, read, setting.origin)
         sources[path] = setting.origin
         if read is not None:
-            _unset_others(names, tree, path, sources)
+            changed = before != OmegaConf.select(tree, path, throw_on_resolution_failure=False)
+            _unset_others(names, tree, path, sources, changed)
 
 
 def _wrong_sections(
@@ -293,13 +295,16 @@ def _wrong_sections(
     return found, [ConfigError(line) for line in (files(right) if files else ())]
 
 
-def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str]) -> None:
-    """Of settings that say the same thing the last one counts."""
-    for same in ONE_OF_THESE:
-        for other in same if path in same else ():
-            if other != path and other in names.leaves and names.leaves[other].optional:
-                OmegaConf.update(tree, other, None)
-                sources.pop(other, None)
+def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str], changed: bool) -> None:
+    """Of settings that say the same thing the last one counts. What a file, such as a run's own, says of a setting that
+    follows another is no more than its default where the command `changed` that one."""
+    others = [other for same in ONE_OF_THESE if path in same for other in same if other != path]
+    if changed and sources[path] in (COMMAND_LINE, KEYWORD):
+        others += [other for other in FOLLOWING.get(path, ()) if sources.get(other) != sources[path]]
+    for other in others:
+        if other in names.leaves and names.leaves[other].optional:
+            OmegaConf.update(tree, other, None)
+            sources.pop(other, None)
 
 
 def _shared(setting: Setting, count: int) -> list:

@@ -276,6 +276,9 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 # Settings that say the same thing in several ways: the one that is written last counts, the others are unset.
 ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
 
+# Settings whose default is by another one, by that one.
+FOLLOWING = {"train.enable_ema": ("output.eval_ema",)}
+
 # Words for "unset" besides null, by setting: of FastVideo and LightRFT.
 UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",), "reward_pretrain": ("{}",)}
 

@@ -340,7 +340,8 @@ class RunConfig(Section):
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous
         self.distributed.settle()
-        ahead.settle(self.distributed.split, self.algorithm.corrects_rollouts)
+        corrected = self.algorithm.corrects_rollouts
+        ahead.check_run(self.distributed.split, corrected)
         if not ahead.max_staleness:
             return
         for name, used in (
@@ -364,7 +365,7 @@ class RunConfig(Section):
             f"engine {rollout.engine_type} cannot go on with a response, as partial_rollouts need",
         )
         require(
-            ahead.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
+            not ahead.behaviour(corrected) or (rollout.top_p == 1 and rollout.top_k == -1),
             "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined: "
             "use top_p 1, top_k -1, or async.stale_correction none",
         )

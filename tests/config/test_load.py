@@ -217,6 +217,18 @@ def test_secrets_of_a_recipe_are_not_written_and_the_rest_loads_to_the_same(tmp_
     assert "api_key is ***, as the file of a run has it; give the value" in told
 
 
+def test_what_followed_from_other_settings_follows_them_again_where_a_runs_file_is_started_with_others(tmp_path):
+    averaged = ("--config", str(write_resolved(plain("--enable_ema"), tmp_path / "averaged.yaml")))
+    ahead = "--placement", "split", "--max_staleness", "1"
+    ahead = ("--config", str(write_resolved(plain(*ahead), tmp_path / "ahead.yaml")))
+    assert plain(*averaged).output.eval_ema and not plain(*averaged, "--no_enable_ema").output.eval_ema
+    assert plain("--config", str(write_resolved(plain(), tmp_path / "a.yaml")), "--enable_ema").output.eval_ema
+    assert not plain("--eval_ema", "false", "--enable_ema").output.eval_ema
+    assert plain(*ahead).asynchronous.behaviour(False)
+    assert not plain(*ahead, "--tis_mode", "token").asynchronous.behaviour(True)
+    assert plain(*ahead, "--max_staleness", "0").asynchronous.ahead == 0
+
+
 def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("def f(completions): ...\n")
     given = ["--reward.components.mine=1", f"--reward.kwargs.mine.scorer={tmp_path}/f.py:f"]
