@@ -17,7 +17,7 @@ from .config import registry
 from .config.command_line import help_text
 from .config.leaves import Leaf, names_of
 from .config.load import CONFIG_DIRS, config_or_exit
-from .config.recipes import available, yaml_value
+from .config.recipes import available, load_plugins, plugins_in, yaml_value
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError, LightRFTVisualError, did_you_mean, refused_as
 
@@ -110,7 +110,8 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
 
 
 def _help(root: Root, words: Sequence[str]) -> None:
-    """What people set first; with `--help SECTION` one section, with `--help-all` everything."""
+    """What people set first; with `--help SECTION` one section, with `--help-all` everything. Plugins add choices."""
+    load_plugins(plugins_in(words))
     names = names_of(root.schema)
     sections = sorted({leaf.section for leaf in names.leaves.values()} - {""})
     asked = [section for section in sections if section in words]

@@ -27,11 +27,11 @@ from ..runtime.files import Escaped, compose_yaml
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.start_up import open_closed_streams
 from . import registry
-from .command_line import NULL_WORDS, help_text, parse_command_line
+from .command_line import NULL_WORDS, parse_command_line
 from .constraints import parts_of, together
 from .given_files import missing_files, refused_resume
 from .leaves import COMMAND_LINE, KEYWORD, Leaf, Names, Setting, names_of
-from .recipes import REFERENCE, LayerReader, load_plugins, plugins_in, yaml_value
+from .recipes import REFERENCE, LayerReader, load_plugins, yaml_value
 from .shared import EMBEDDED, REWARDS
 from .spellings import COMMA_LISTS, FOLLOWING, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
@@ -72,7 +72,7 @@ def parse_run(
     settings: Mapping[str, Any] | None = None,
     files: Files = None,
 ) -> ParsedRun:
-    """Read a run's configuration. Plugins are imported before anything is checked. ``--help`` prints and exits with 0.
+    """Read a run's configuration. Plugins are imported before anything is checked.
 
     Args:
         schema: the configuration's class.
@@ -91,10 +91,6 @@ def parse_run(
     arguments = list(sys.argv[1:] if argv is None else argv)
     check_launch()
     names = names_of(schema)
-    if {"-h", "--help"} & set(arguments):
-        load_plugins(plugins_in(arguments))
-        _print_once(help_text(names))
-        raise SystemExit(0)
     line = parse_command_line(arguments, names)
     files = None if line.dry_run else files
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)

@@ -422,7 +422,6 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "1
     ("argv", "code"),
     [
         pytest.param(["--dry_run"], 0, marks=[pytest.mark.plugin(name) for name in ("embedded", "memory_plan")]),
-        (["--help"], 0),
         (["--sede", "1"], 2),
     ],
 )
