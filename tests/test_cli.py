@@ -167,6 +167,7 @@ def test_pairs_of_words_are_settings_and_arguments_of_the_functions_in_python_ar
     words = ["--temperature", "0.5", "--engine-type=hf", "--bf16", "--top_k", "3", "seed=4"]
     wanted = {"temperature": "0.5", "engine_type": "hf", "bf16": "true", "top_k": "3", "seed": "4"}
     assert cli._pairs(words) == wanted
+    assert cli._pairs(["--no_bf16", "--no-compile", "seed=4"]) == {"bf16": "false", "compile": "false", "seed": "4"}
     inside = [
         "--reward.kwargs.numeric.tolerance",
         "0.1",

@@ -254,7 +254,7 @@ class Names:
             return self._paths[last][0]
         bools = [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool" or leaf.name in BARE_VALUES]
         if last.startswith("no_") and (near := nearest(last[3:], bools)):
-            return f"no_{near}"
+            return f"{near}=false" if near == last[3:] else f"no_{near}"
         known = (*self._paths, *self.aliases)
         near = nearest(plain, [name for name in known if ("." in name) == bool(head)])
         return near or nearest(last, [name for name in known if "." not in name])
