@@ -288,7 +288,7 @@ BARE_VALUES: dict[str, str] = {"freeze_prefix": "true", "gradient_checkpointing"
 # Text settings that hold a comma-separated list: several words, a JSON list and a YAML list mean the same.
 COMMA_LISTS = (
     "prompt_data", "prompt_data_probs", "eval_data", "target_modules", "target_parameters", "trainable_models",
-    "freeze_prefix", "remote_rm_url", "reward_pretrain", "plugins",
+    "freeze_prefix", "remote_rm_url", "reward_pretrain", "reward_fn", "gold_fn", "tools", "plugins",
 )  # fmt: skip
 
 # Settings that name files or folders, in which a leading ~ is the home folder; the others of COMMA_LISTS name modules.
