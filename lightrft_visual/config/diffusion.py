@@ -201,8 +201,8 @@ class DiffusionDataConfig(Section):
     rejected_key: str = "rejected"  # column of the image that was not preferred
     eval_data: str | None = None  # default: the embedded held-out prompts when prompt_data is embedded
     eval_split: str = "test"  # the same for evaluation
-    max_samples: PositiveInt = 100_000_000  # at most so many prompts are read
-    max_eval_samples: NonNegativeInt = 96  # at most so many are evaluated
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
+    max_eval_samples: NonNegativeInt = 96  # at most so many of each data set are evaluated
     input_key: str = "prompt"  # column of the prompt
     image_key: str = "input_image"  # first frame of image-to-video models, images to edit; else `images`, `image`
     label_key: str = "label"  # column that names the recipe of a sample's rewards

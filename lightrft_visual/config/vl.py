@@ -127,8 +127,8 @@ class DataConfig(Section):
     prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
     eval_data: str | None = None  # default: the embedded held-out split when prompt_data is embedded
     eval_split: str = "test"  # the same for evaluation
-    max_samples: PositiveInt = 100_000_000  # at most so many prompts are read
-    max_eval_samples: NonNegativeInt = 500  # at most so many are evaluated
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
+    max_eval_samples: NonNegativeInt = 500  # at most so many of each data set are evaluated
     input_key: str = "prompt"  # column of the prompt
     images_key: str = "images"  # empty: no images are read
     videos_key: str = "videos"  # empty: no videos are read
