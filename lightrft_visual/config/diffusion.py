@@ -276,7 +276,7 @@ class DiffusionRunConfig(Section):
         self._take_pairs()
         self._fill_in_defaults()
         idle.check_any(self)
-        idle.check_diffusion(self.algorithm, self.data)
+        idle.check_diffusion(self)
         self._check_coupled()
         self._check_trajectory()
         self._check_family()

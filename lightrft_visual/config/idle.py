@@ -80,13 +80,12 @@ def _say_idle(section: Any, names: list[str], reader: str) -> None:
         logger.warning("%s: read by %s, and does nothing here", told, reader)
 
 
-def check_diffusion(config: Any, data: Any) -> None:
-    """Of a diffusion run: a `DiffusionAlgorithmConfig` and a `DiffusionDataConfig`. An algorithm of one's own may read
-    the settings of any other.
+def check_diffusion(run: Any) -> None:
+    """Of a `DiffusionRunConfig`. An algorithm of one's own may read the settings of any other.
 
     Settings whose default depends on the algorithm may also stand at it, as they do in a run's resolved file.
     """
-    entry = config.entry
+    config, data, entry = run.algorithm, run.data, run.algorithm.entry
     _refuse_idle(data, ("chosen_key", "rejected_key"), "pair_data", data.pair_data is not None)
     if not entry.shipped:
         return
@@ -110,6 +109,8 @@ def check_diffusion(config: Any, data: Any) -> None:
         _refuse_idle(config, names, owner, read)
     if not scaled:  # of a recipe whose algorithm the command exchanges
         _say_idle(config, not_usual(config, ("global_std",)), "algorithms with advantages")
+    if run.trajectory not in ("sde", "dance"):  # a recipe has it, whose trajectory the command exchanges
+        _say_idle(config, not_usual(config, ("kl_form",)), "trajectories sde and dance")
     for setting, owner, read in (
         ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
