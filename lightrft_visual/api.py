@@ -142,7 +142,7 @@ class _Trainer:
             argv = [word for recipe in recipes for word in ("--config", str(recipe))]
             files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
             self.config = parse_run(
-                self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
+                self.root.schema, argv, defaults=self.defaults,
                 settings=own | plain_settings(settings, self.root.schema), files=files,
             ).config  # fmt: skip
             if missing := files(self.config):

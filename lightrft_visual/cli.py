@@ -103,7 +103,7 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
     if {"-h", "--help", "--help-all", "--help_all"} & set(words):
         _help(root, words)
         return
-    config = config_or_exit(root.schema, words, preset=root.preset, defaults=defaults)
+    config = config_or_exit(root.schema, words, defaults=defaults)
     from .launch import run_script
 
     run_script(config)

@@ -33,7 +33,7 @@ from .given_files import missing_files, refused_resume
 from .leaves import COMMAND_LINE, KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import REFERENCE, LayerReader, load_plugins, yaml_value
 from .shared import EMBEDDED, REWARDS
-from .spellings import COMMA_LISTS, FOLLOWING, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
+from .spellings import COMMA_LISTS, FOLLOWING, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, Preset, preset_of
 from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
@@ -67,7 +67,7 @@ def parse_run(
     argv: Sequence[str] | None = None,
     *,
     config_dirs: Sequence[Path] = CONFIG_DIRS,
-    preset: Preset | None = VL_PRESET,
+    preset: Preset | None = preset_of,
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     files: Files = None,
@@ -79,7 +79,7 @@ def parse_run(
         argv: words of the command line; None: the process's own.
         config_dirs: are searched for recipes and layers, after the working directory.
         preset: the recipe that lies below all but schema and `defaults` when the embedded model is trained, or a
-            function of the chosen settings that names it; None: no such recipe.
+            function of the chosen settings that names it; default: that of the schema's kind; None: no such recipe.
         defaults: settings of the script itself, such as the algorithm it is named after, below all but the schema.
         settings: those of a program, above all.
         files: says what the sections that are right name and is not there, which is told beside what is wrong, but for

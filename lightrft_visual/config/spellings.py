@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError
 from . import registry
@@ -171,6 +171,13 @@ ROOTS = (
     Root("diffusion", DiffusionRunConfig, DIFFUSION_PRESET),
     Root("sft", SFTRunConfig, "embedded_sft"),
 )
+
+
+def preset_of(tree: DictConfig) -> str:
+    """The preset of the kind of run that a tree of settings is of."""
+    preset = next(root.preset for root in ROOTS if issubclass(OmegaConf.get_type(tree), root.schema))
+    return preset if isinstance(preset, str) else preset(tree)
+
 
 # Algorithms as the command and the trainers for Python name them: the kind of run, and the settings that a name stands
 # for; recipes and flags win over them.

@@ -153,6 +153,12 @@ def test_precedence_is_defaults_preset_recipe_command_line(tmp_path: Any) -> Non
     }
 
 
+@pytest.mark.plugin("embedded")
+@pytest.mark.parametrize("root", ROOTS, ids=[root.kind for root in ROOTS])
+def test_the_preset_is_that_of_the_schemas_kind_unless_another_is_given(root: Any) -> None:
+    assert parse_run(root.schema, []).config == parse_run(root.schema, [], preset=root.preset).config
+
+
 def test_the_preset_belongs_to_the_embedded_model_only() -> None:
     assert parse_run(RunConfig, []).config.rollout.rollout_batch_size == 32
     assert parse_run(RunConfig, ["--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"]).config == plain(
