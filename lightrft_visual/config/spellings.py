@@ -310,6 +310,7 @@ PATHS = (
 SWITCHES: dict[str, str] = {
     "use_wandb": "the key comes from the environment variable WANDB_API_KEY or from `wandb login`, never from a "
     "setting; WANDB_PROJECT names the project",
+    "load_checkpoint": "a folder, or auto, is --resume_from",
     "use_tensorboard": "its files go to the folder tensorboard of output_dir",
 }
 

@@ -107,6 +107,7 @@ def test_values_take_the_type_of_their_field() -> None:
         (["--n_sample_per_prompt", "8"], ("'n_sample_per_prompt'", "did you mean 'n_samples_per_prompt'")),
         (["--no_bf17"], ("no_bf17", "bf16")),
         (["--no_bf16=true"], ("did you mean 'bf16=false'",)),
+        (["--resume", "auto"], ("output.load_checkpoint", "a folder, or auto, is --resume_from")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
         pytest.param(["--lora_target", "q_proj"], ("--lora_target_modules",), marks=pytest.mark.plugin("compat")),
         (["--steps", "9"], ("similar settings: --eval_steps", "--max_steps")),
