@@ -53,28 +53,26 @@ def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None
         raise ConfigError("processing_class belongs to a loaded model: one that is named has its own in its folder")
 
 
-def by_path(settings: Mapping[str, Any], schema: type) -> dict[str, tuple[str, Any]]:
-    """Settings under any of their spellings, as (name, value) by the path of what they set; a key of a mapping sets
-    none of its own. Raises ConfigError for a word of another system that means nothing here."""
+Said = Mapping[str, tuple[str, Any]]  # settings of a program under any spelling: (name, value) by what they set
+
+
+def by_path(settings: Mapping[str, Any], schema: type) -> Said:
+    """Settings by the paths of what they set, whatever they are called; a key inside a mapping is left out. Raises
+    ConfigError for a word of another system that means nothing here."""
     names = names_of(schema)
     read = [(name, each) for name in settings for each in names.translated(Setting(name, settings[name], KEYWORD))]
     found = [(leaf, inside, name, each) for name, each in read for leaf, inside in names.find(each.name)]
     return {leaf.path: (name, each.value) for leaf, inside, name, each in found if not inside}
 
 
-def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any], schema: type) -> None:
-    """Raise ConfigError where a model, data or a reward is given in two ways.
-
-    Args:
-        given: what the arguments of a trainer say, as settings.
-        settings: of the caller, under any spelling.
-        schema: of the configuration.
-    """
+def refuse_both(given: Said, said: Said) -> None:
+    """A model, data or a reward is given in one way: by an argument, or by a setting."""
     arguments = {"model.pretrain": "model", "data.eval_data": "eval_dataset"}
     arguments |= dict.fromkeys(("data.prompt_data", "data.pair_data"), "train_dataset")
-    said = by_path(settings, schema)
-    for path in by_path(given, schema).keys() & said.keys():
-        raise ConfigError(f"{said[path][0]} says the same as {arguments.get(path, 'reward_funcs')}: give one of them")
+    for path in given.keys() & said.keys():
+        name, value = said[path]
+        if not isinstance(value, str) or value != given[path][1]:
+            raise ConfigError(f"{name} says the same as {arguments.get(path, 'reward_funcs')}: give one of them")
 
 
 def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
@@ -146,23 +144,19 @@ def data_of(data: Any, name: str, split: str) -> str:
         raise DataError(f"{name} {error}") from error
 
 
-def split_of(settings: Mapping[str, Any], name: str, schema: type) -> str:
-    """What a setting of a split says, under any spelling; without it the usual one.
-
-    Args:
-        settings: of the caller.
-        name: eval_split or prompt_split.
-        schema: of the configuration.
-    """
-    return by_path(settings, schema).get(f"data.{name}", ("", {"eval_split": "test"}.get(name, "train")))[1]
+def split_of(said: Said, name: str) -> str:
+    """What a setting of a split says; without it the usual one."""
+    return said.get(f"data.{name}", ("", {"eval_split": "test"}.get(name, "train")))[1]
 
 
-def data_settings(settings: Mapping[str, Any], schema: type) -> dict[str, str]:
-    """Those of `settings` that name data and hold it in their place, as `data_of` says them."""
-    said = {path: each for path, each in by_path(settings, schema).items() if path.removeprefix("data.") in ROWS}
-    held = {path: each for path, each in said.items() if not isinstance(each[1], str | os.PathLike | None)}
-    splits = {path: "eval_split" if path.endswith("eval_data") else "prompt_split" for path in held}
-    return {name: data_of(data, name, split_of(settings, splits[path], schema)) for path, (name, data) in held.items()}
+def data_settings(said: Said) -> dict[str, str]:
+    """Settings that name data and hold it in their place, as `data_of` says them."""
+    held = [(name, *said[path]) for name in ROWS if (path := f"data.{name}") in said]
+    return {
+        name: data_of(data, name, split_of(said, "eval_split" if own == "eval_data" else "prompt_split"))
+        for own, name, data in held
+        if not isinstance(data, str | os.PathLike | None)
+    }
 
 
 def name_of(function: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
-from .arguments import data_of, saved, split_of, written_once
+from .arguments import by_path, data_of, saved, split_of, written_once
 from .config import registry
 from .config.diffusion import PARTS, lora_folders
 from .config.idle import OF_ENGINES
@@ -248,7 +248,7 @@ def _configured(
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
             with names_given() as rows:
-                named_rows = data_of(eval_dataset, called, split_of(settings, "eval_split", kind.root.schema))
+                named_rows = data_of(eval_dataset, called, split_of(by_path(settings, kind.root.schema), "eval_split"))
             lent.callback(forget, rows)
             own |= dict.fromkeys(("prompt_data", "eval_data"), named_rows)
         recipe = os.path.join(scratch, "run.yaml")

@@ -109,8 +109,8 @@ class SFTRunConfig(Section):
         the longest row."""
         self.output.check_best(self.data.evaluated)
         self.distributed.check_run(self.model, self.train)
-        prompt, response = (said(self.rollout, f"{name}_max_len") for name in ("prompt", "generate"))
-        self.train.check_budget(prompt, response, self.rollout.prompt_max_len + self.response_max_len)
+        told = f"{said(self.rollout, 'prompt_max_len')} + {said(self.rollout, 'generate_max_len')}"
+        self.train.check_budget(self.rollout.prompt_max_len + self.response_max_len, told)
         idle.check_any(self)
         require(
             self.model.pretrain != EMBEDDED or self.model.embedded_family != "janus",

@@ -277,17 +277,11 @@ class TrainConfig(Section):
             "max_tokens_per_batch is a positive budget of packed batches: add --packing_samples (0 turns it off)",
         )
 
-    def check_budget(self, prompt: str, response: str, longest: int) -> None:
-        """Raise ConfigError where a packed batch has no room for a sample.
-
-        Args:
-            prompt: its most tokens, in words.
-            response: likewise, of what stands behind it.
-            longest: their sum.
-        """
+    def check_budget(self, longest: int, told: str) -> None:
+        """Raise ConfigError where a packed batch has no room for a sample of so many tokens; told: those, in words."""
         budget = self.max_tokens_per_batch
-        told = f"max_tokens_per_batch {budget} is less than one sample may have: {prompt} + {response}"
-        require(budget == 0 or budget >= longest, f"{told}; set it to {longest} or more")
+        told = f"max_tokens_per_batch {budget} is less than one sample may have: {told}; set it to {longest} or more"
+        require(budget == 0 or budget >= longest, told)
 
 
 @dataclass
@@ -450,7 +444,7 @@ class RunConfig(Section):
     def _check_lengths(self) -> None:
         algorithm, rollout, most = self.algorithm, self.rollout, self.response_max_len
         named = f"{most} of an episode" if self.episodes.used else said(rollout, "generate_max_len")
-        self.train.check_budget(said(rollout, "prompt_max_len"), named, rollout.prompt_max_len + most)
+        self.train.check_budget(rollout.prompt_max_len + most, f"{said(rollout, 'prompt_max_len')} + {named}")
         require(
             not algorithm.overlong_buffer or algorithm.overlong_buffer_len < most,
             f"overlong_buffer_len {algorithm.overlong_buffer_len} must be less than {named}: every response would be "
