@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO, get_args
@@ -102,9 +101,8 @@ def parse_run(
         wrong.append(error)
     own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
     tree, sources = merge(names, own + chosen, wrong, files)
-    load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))
-    model = OmegaConf.select(tree, "model.pretrain", throw_on_resolution_failure=False)
-    if preset is not None and model == EMBEDDED:
+    load_plugins(_value(tree, "plugins"))
+    if preset is not None and _value(tree, "model.pretrain") == EMBEDDED:
         chosen[:0] = _instead_of_presets(tree)
         for _ in range(2):  # sizes that a preset gives may ask for another one
             tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen, files=files)
@@ -129,10 +127,9 @@ def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapp
 
 def _instead_of_presets(tree: DictConfig) -> list[Setting]:
     """What a preset says of the embedded task's reward is unset by another reward, its gold by other prompts."""
-    value = partial(OmegaConf.select, tree, throw_on_resolution_failure=False)
-    named = any(value(f"reward.{name}") for name in REWARDS)
-    other = value("data.prompt_data") not in (EMBEDDED, None)
-    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and value("guard") is not None}
+    named = any(_value(tree, f"reward.{name}") for name in REWARDS)
+    other = _value(tree, "data.prompt_data") not in (EMBEDDED, None)
+    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and _value(tree, "guard") is not None}
     return [Setting(path, None, SCRIPT) for path, when in unset.items() if when]
 
 
@@ -240,11 +237,16 @@ def merge(
     wrong += _masked(tree)
     if wrong:
         try:
-            load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))  # which may add names
+            load_plugins(_value(tree, "plugins"))  # which may add names
         except ConfigError as error:
             raise together([*wrong, error]) from error
         raise together(sum(_wrong_sections(names, tree, sources, files), wrong))
     return tree, sources
+
+
+def _value(tree: DictConfig, path: str) -> Any:
+    """None too where it refers to what is not there: sections say so of values that they are made of."""
+    return OmegaConf.select(tree, path, throw_on_resolution_failure=False)
 
 
 def _masked(tree: DictConfig) -> Iterator[ConfigError]:
@@ -265,14 +267,13 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
         path = f"{leaf.path}.{inside}" if inside else leaf.path
         if beside and sources.get(path) == setting.origin:
             continue
-        before = OmegaConf.select(tree, path, throw_on_resolution_failure=False)
+        before = _value(tree, path)
         with refused_as(ConfigError, f"{path} ({setting.origin})"):
             read = _read(leaf, inside, value, setting.origin)
             _assign(tree, path, leaf, read, setting.origin)
         sources[path] = setting.origin
         if read is not None:
-            changed = before != OmegaConf.select(tree, path, throw_on_resolution_failure=False)
-            _unset_others(names, tree, path, sources, changed)
+            _unset_others(names, tree, path, sources, before)
 
 
 def _wrong_sections(
@@ -291,12 +292,13 @@ def _wrong_sections(
     return found, [ConfigError(line) for line in (files(right) if files else ())]
 
 
-def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str], changed: bool) -> None:
+def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str], before: Any) -> None:
     """Of settings that say the same thing the last one counts. What a file, such as a run's own, says of a setting that
-    follows another is no more than its default where the command `changed` that one."""
+    follows another is no more than its default where the command gives that one another value than `before`."""
     others = [other for same in ONE_OF_THESE if path in same for other in same if other != path]
-    if changed and sources[path] in (COMMAND_LINE, KEYWORD):
-        others += [other for other in FOLLOWING.get(path, ()) if sources.get(other) != sources[path]]
+    follower, origin = FOLLOWING.get(path, ""), sources[path]
+    if follower and origin in (COMMAND_LINE, KEYWORD) and sources.get(follower) != origin:
+        others += [follower] if _value(tree, path) != before else []
     for other in others:
         if other in names.leaves and names.leaves[other].optional:
             OmegaConf.update(tree, other, None)

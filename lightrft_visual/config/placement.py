@@ -118,12 +118,10 @@ class AsyncConfig(Section):
 
     def check_run(self, split: bool, corrected: bool) -> None:
         """Raise ConfigError where a run of this placement cannot take stale tokens. corrected: as of `behaviour`."""
+        told = "max_staleness above 0 runs rollouts beside training: add --placement split"
+        require(split or not self.max_staleness, told)
         require(
-            split or not self.max_staleness,
-            "max_staleness above 0 runs rollouts beside training: add --placement split",
-        )
-        require(
-            not (corrected and self.behaviour(corrected)),
+            not (corrected and self.stale_correction == "behaviour"),
             "tis_mode and stale_correction behaviour both correct for the engine's policy: use one of them",
         )
 

@@ -284,7 +284,7 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
 
 # Settings whose default is by another one, by that one.
-FOLLOWING = {"train.enable_ema": ("output.eval_ema",)}
+FOLLOWING = {"train.enable_ema": "output.eval_ema"}
 
 # Words for "unset" besides null, by setting: of FastVideo and LightRFT.
 UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",), "reward_pretrain": ("{}",)}
