@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import by_path, data_of, saved, split_of, written_once
 from .config import registry
+from .config.command_line import FALSE_WORDS
 from .config.diffusion import PARTS, lora_folders
 from .config.idle import OF_ENGINES
 from .config.recipes import SUFFIXES, load_plugins
@@ -208,9 +209,13 @@ def _configured(
     if "config" in settings:
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
+    said = by_path(settings, kind.root.schema)
+    asked = {path.rpartition(".")[2]: value for path, (_, value) in said.items()}
     with ExitStack() as lent:
         scratch = lent.enter_context(tempfile.TemporaryDirectory(prefix="lightrft_visual_"))
-        model = lent.enter_context(checkpoint.model(settings.get("bf16", settings.get("model.bf16"))))
+        bf16 = asked.get("bf16")
+        bf16 = bf16.lower() not in FALSE_WORDS if isinstance(bf16, str) else bf16  # of a command line
+        model = lent.enter_context(checkpoint.model(bf16))
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
@@ -233,22 +238,21 @@ def _configured(
                 tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
             own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(checkpoint.run, eval_dataset))
         rollout = tree.get("rollout", {})
-        if settings.get("engine_type", settings.get("rollout.engine_type")) not in (None, rollout.get("engine_type")):
+        if asked.get("engine_type") not in (None, rollout.get("engine_type")):
             tree["rollout"] = {k: v for k, v in rollout.items() if k not in OF_ENGINES}
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
-        asked = {name.rpartition(".")[2] for name in settings}
-        others = {"eval_data", "prompt_data"} & asked
+        others = {"eval_data", "prompt_data"} & asked.keys()
         runs_rows = eval_dataset is None and suite is None and not others  # its gold need not fit others
-        runs_gold = runs_rows and not settings.keys() & UNJUDGED.keys()
+        runs_gold = runs_rows and not asked.keys() & UNJUDGED.keys()
         if not runs_gold:
             tree.pop("guard", None)
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
             with names_given() as rows:
-                named_rows = data_of(eval_dataset, called, split_of(by_path(settings, kind.root.schema), "eval_split"))
+                named_rows = data_of(eval_dataset, called, split_of(said, "eval_split"))
             lent.callback(forget, rows)
             own |= dict.fromkeys(("prompt_data", "eval_data"), named_rows)
         recipe = os.path.join(scratch, "run.yaml")
