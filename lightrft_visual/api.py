@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .arguments import (
     SAVING_LIMIT,
+    Said,
+    by_path,
     check_kinds,
     data_of,
     data_settings,
@@ -135,21 +137,21 @@ class _Trainer:
         self._closed = False
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
         with names_given() as self._given:
-            own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
-            settings |= episode_settings(settings) | data_settings(settings)
+            said = by_path(settings, self.root.schema)
+            own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, said)
+            settings |= episode_settings(settings) | data_settings(said)
             recipes = [config] if isinstance(config, str | os.PathLike) else config
             argv = [word for recipe in recipes for word in ("--config", str(recipe))]
             files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
             self.config = parse_run(
-                self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
+                self.root.schema, argv, defaults=self.defaults,
                 settings=own | plain_settings(settings, self.root.schema), files=files,
             ).config  # fmt: skip
             if missing := files(self.config):
                 raise together([ConfigError(line) for line in missing])
 
     def _settings_of(
-        self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any,
-        settings: Mapping[str, Any],
+        self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any, said: Said
     ) -> dict[str, Any]:  # fmt: skip
         """What the arguments say, as settings; objects by their names."""
         given: dict[str, Any] = {}
@@ -158,11 +160,11 @@ class _Trainer:
         if reward_funcs is not None or reward_weights is not None:
             given |= self._rewards(reward_funcs, reward_weights)
         if train_dataset is not None:
-            given |= self._training_data(train_dataset, settings)
+            given |= self._training_data(train_dataset, said)
         if eval_dataset is not None:
-            given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(settings, "eval_split"))
-        refuse_both(given, settings)
-        return emptied(given, settings) | given
+            given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(said, "eval_split"))
+        refuse_both(by_path(given, self.root.schema), said)
+        return emptied(given) | given
 
     def fit(self) -> Result:
         """Train to the last step. Raises what went wrong, as the errors of `lightrft_visual.errors`; what was written
@@ -241,8 +243,8 @@ class _Trainer:
     def _rewards(self, rewards: Any, weights: Sequence[float] | None) -> dict[str, Any]:
         return reward_settings(rewards, weights)
 
-    def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {"prompt_data": data_of(data, "train_dataset", split_of(settings, "prompt_split"))}
+    def _training_data(self, data: Any, said: Said) -> dict[str, Any]:
+        return {"prompt_data": data_of(data, "train_dataset", split_of(said, "prompt_split"))}
 
     @contextmanager
     def model_on_disk(self) -> Iterator[None]:
@@ -356,13 +358,12 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
 
     root, defaults = ALGORITHMS["dpo"]
 
-    def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-        split = split_of(settings, "prompt_split")
+    def _training_data(self, data: Any, said: Said) -> dict[str, Any]:
+        split = split_of(said, "prompt_split")
         named = data_of(data, "train_dataset", split)
         first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
         pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
-        keys = ("chosen_key", "rejected_key", "data.chosen_key", "data.rejected_key")
-        pairs = pairs or not settings.keys().isdisjoint(keys)
+        pairs = pairs or "data.chosen_key" in said or "data.rejected_key" in said
         return {"pair_data" if pairs else "prompt_data": named}
 
 

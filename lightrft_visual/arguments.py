@@ -20,7 +20,7 @@ from typing import Any
 from .config import registry
 from .config.given_files import ROWS, located
 from .config.kinds import check_hooks
-from .config.leaves import names_of
+from .config.leaves import KEYWORD, Setting, names_of
 from .config.recipes import SUFFIXES
 from .config.shared import REWARDS
 from .errors import ConfigError, DataError
@@ -53,12 +53,26 @@ def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None
         raise ConfigError("processing_class belongs to a loaded model: one that is named has its own in its folder")
 
 
-def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """A model, data or a reward is given in one way."""
-    arguments = {"pretrain": "model", "eval_data": "eval_dataset"}
-    arguments |= dict.fromkeys(("prompt_data", "pair_data"), "train_dataset")
-    for name in given.keys() & settings.keys():
-        raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
+Said = Mapping[str, tuple[str, Any]]  # settings of a program under any spelling: (name, value) by what they set
+
+
+def by_path(settings: Mapping[str, Any], schema: type) -> Said:
+    """Settings by the paths of what they set, whatever they are called; a key inside a mapping is left out. Raises
+    ConfigError for a word of another system that means nothing here."""
+    names = names_of(schema)
+    read = [(name, each) for name in settings for each in names.translated(Setting(name, settings[name], KEYWORD))]
+    found = [(leaf, inside, name, each) for name, each in read for leaf, inside in names.find(each.name)]
+    return {leaf.path: (name, each.value) for leaf, inside, name, each in found if not inside}
+
+
+def refuse_both(given: Said, said: Said) -> None:
+    """A model, data or a reward is given in one way: by an argument, or by a setting."""
+    arguments = {"model.pretrain": "model", "data.eval_data": "eval_dataset"}
+    arguments |= dict.fromkeys(("data.prompt_data", "data.pair_data"), "train_dataset")
+    for path in given.keys() & said.keys():
+        name, value = said[path]
+        if not isinstance(value, str) or value != given[path][1]:
+            raise ConfigError(f"{name} says the same as {arguments.get(path, 'reward_funcs')}: give one of them")
 
 
 def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
@@ -130,17 +144,19 @@ def data_of(data: Any, name: str, split: str) -> str:
         raise DataError(f"{name} {error}") from error
 
 
-def split_of(settings: Mapping[str, Any], name: str) -> str:
-    """What a setting of a split, by its name or path, says; without it the usual one."""
-    return settings.get(name, settings.get(f"data.{name}", {"eval_split": "test"}.get(name, "train")))
+def split_of(said: Said, name: str) -> str:
+    """What a setting of a split says; without it the usual one."""
+    return said.get(f"data.{name}", ("", {"eval_split": "test"}.get(name, "train")))[1]
 
 
-def data_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Those of `settings` that name data and hold it in their place, as `data_of` says them."""
-    names = [*ROWS, *(f"data.{name}" for name in ROWS)]
-    held = {name: settings[name] for name in names if not isinstance(settings.get(name), str | os.PathLike | None)}
-    splits = {name: "eval_split" if name.endswith("eval_data") else "prompt_split" for name in held}
-    return {name: data_of(data, name, split_of(settings, splits[name])) for name, data in held.items()}
+def data_settings(said: Said) -> dict[str, str]:
+    """Settings that name data and hold it in their place, as `data_of` says them."""
+    held = [(name, *said[path]) for name in ROWS if (path := f"data.{name}") in said]
+    return {
+        name: data_of(data, name, split_of(said, "eval_split" if own == "eval_data" else "prompt_split"))
+        for own, name, data in held
+        if not isinstance(data, str | os.PathLike | None)
+    }
 
 
 def name_of(function: Any) -> str:
@@ -205,15 +221,12 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     return settings
 
 
-def emptied(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def emptied(given: Mapping[str, Any]) -> dict[str, Any]:
     """What empties the rewards of a recipe in whose place those `given` stand. A recipe of rewards by itself may name
-    the models, servers and functions there. settings: of the caller, which stay."""
+    the models, servers and functions there. Settings of the caller are laid over it."""
     named = given.keys() & {*REWARDS}
-    if not named:
-        return {}
-    kept = {*given, *(part for name in settings for part in name.split("."))}
     others = ("components",) if named == {"reward_recipe"} else REWARDS
-    return {name: {} if name in ("components", "kwargs") else None for name in (*others, "kwargs") if name not in kept}
+    return {name: {} if name in ("components", "kwargs") else None for name in (*others, "kwargs") if named}
 
 
 def _distinct(entries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:

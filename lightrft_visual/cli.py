@@ -17,8 +17,8 @@ from .config import registry
 from .config.command_line import help_text
 from .config.leaves import Leaf, names_of
 from .config.load import CONFIG_DIRS, config_or_exit
-from .config.recipes import available, yaml_value
-from .config.spellings import ALGORITHMS, Root
+from .config.recipes import available, load_plugins, plugins_in, yaml_value
+from .config.spellings import ALGORITHMS, ROOTS, Root
 from .errors import ConfigError, LightRFTVisualError, did_you_mean, refused_as
 
 # What people set first, by the kind of run.
@@ -103,14 +103,15 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
     if {"-h", "--help", "--help-all", "--help_all"} & set(words):
         _help(root, words)
         return
-    config = config_or_exit(root.schema, words, preset=root.preset, defaults=defaults)
+    config = config_or_exit(root.schema, words, defaults=defaults)
     from .launch import run_script
 
     run_script(config)
 
 
 def _help(root: Root, words: Sequence[str]) -> None:
-    """What people set first; with `--help SECTION` one section, with `--help-all` everything."""
+    """What people set first; with `--help SECTION` one section, with `--help-all` everything. Plugins add choices."""
+    load_plugins(plugins_in(words))
     names = names_of(root.schema)
     sections = sorted({leaf.section for leaf in names.leaves.values()} - {""})
     asked = [section for section in sections if section in words]
@@ -215,23 +216,25 @@ HERE = {  # arguments of the functions in Python, as `eval` and `sample` call th
 
 
 def _pairs(words: Sequence[str]) -> dict[str, Any]:
-    """{name: text} of --name value and name=value."""
+    """{name: text} of --name value, --no_name and name=value."""
     found, rest = {}, list(words)
     while rest:
         name, equals, value = rest.pop(0).removeprefix("--").partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = name.replace("-", "_")
-        found[name] = yaml_value(value) if "." in name and _inside(name) else value
+        if not equals and name.startswith("no_") and any(leaf.kind == "bool" for leaf, _ in _leaves(name[3:])):
+            name, value = name[3:], "false"
+        elif not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        inside = "." in name and any(key for _, key in _leaves(name))  # of a mapping, as reward.kwargs.SCORER.KEY
+        found[name] = yaml_value(value) if inside else value
     for name in found.keys() & HERE.keys():
         raise ConfigError(f"--{name}: here {HERE[name]}")
     return found
 
 
-def _inside(name: str) -> bool:
-    """Whether it is a key of a setting that is a mapping, as reward.kwargs.SCORER.KEY."""
-    schemas = {root.schema for root, _ in ALGORITHMS.values()}
-    return any(inside for schema in schemas for _, inside in names_of(schema).find(name))
+def _leaves(name: str) -> list[tuple[Leaf, str]]:
+    """What it reaches in any kind of run, as of `Names.find`."""
+    return [found for root in ROOTS for found in names_of(root.schema).find(name)]
 
 
 def _value(text: str) -> Any:

@@ -17,9 +17,11 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
-from .arguments import data_of, saved, split_of, written_once
+from .arguments import by_path, data_of, saved, split_of, written_once
 from .config import registry
+from .config.command_line import FALSE_WORDS
 from .config.diffusion import PARTS, lora_folders
+from .config.idle import OF_ENGINES
 from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
@@ -41,8 +43,8 @@ LEFT_OUT = {
         "offload_reference", "image_dependence_every",
     ),
     "model": (
-        "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "target_parameters",
-        "freeze_prefix", "trainable_models",
+        "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "lora_alpha",
+        "lora_dropout", "target_modules", "target_parameters", "freeze_prefix", "trainable_models",
     ),
     "sampling": (
         "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",
@@ -206,9 +208,14 @@ def _configured(
     """How a checkpoint is evaluated; a suite has data and rewards of its own. called: name of the data in errors."""
     if "config" in settings:
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
+    kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
+    said = by_path(settings, kind.root.schema)
+    asked = {path.rpartition(".")[2]: value for path, (_, value) in said.items()}
     with ExitStack() as lent:
         scratch = lent.enter_context(tempfile.TemporaryDirectory(prefix="lightrft_visual_"))
-        model = lent.enter_context(checkpoint.model(settings.get("bf16", settings.get("model.bf16"))))
+        bf16 = asked.get("bf16")
+        bf16 = bf16.lower() not in FALSE_WORDS if isinstance(bf16, str) else bf16  # of a command line
+        model = lent.enter_context(checkpoint.model(bf16))
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
@@ -230,20 +237,22 @@ def _configured(
             if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
                 tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
             own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(checkpoint.run, eval_dataset))
+        rollout = tree.get("rollout", {})
+        if asked.get("engine_type") not in (None, rollout.get("engine_type")):
+            tree["rollout"] = {k: v for k, v in rollout.items() if k not in OF_ENGINES}
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
-        asked = {name.rpartition(".")[2] for name in settings}
-        others = {"eval_data", "prompt_data"} & asked
+        others = {"eval_data", "prompt_data"} & asked.keys()
         runs_rows = eval_dataset is None and suite is None and not others  # its gold need not fit others
-        runs_gold = runs_rows and not settings.keys() & UNJUDGED.keys()
+        runs_gold = runs_rows and not asked.keys() & UNJUDGED.keys()
         if not runs_gold:
             tree.pop("guard", None)
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
             with names_given() as rows:
-                named_rows = data_of(eval_dataset, called, split_of(settings, "eval_split"))
+                named_rows = data_of(eval_dataset, called, split_of(said, "eval_split"))
             lent.callback(forget, rows)
             own |= dict.fromkeys(("prompt_data", "eval_data"), named_rows)
         recipe = os.path.join(scratch, "run.yaml")
@@ -251,7 +260,6 @@ def _configured(
         suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
-        kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:

@@ -55,9 +55,9 @@ class VLSettings(TypedDict, total=False):
     eval_split: str
     """the same for evaluation. Default: 'test'."""
     max_samples: int
-    """at most so many prompts are read. Default: 100000000."""
+    """at most so many prompts of each data set are read. Default: 100000000."""
     max_eval_samples: int
-    """at most so many are evaluated. Default: 500."""
+    """at most so many of each data set are evaluated. Default: 500."""
     input_key: str
     """column of the prompt. Default: 'prompt'."""
     images_key: str
@@ -185,7 +185,7 @@ class VLSettings(TypedDict, total=False):
     """discount of a reward by each turn before it. Default: 1.0."""
     observation_max_tokens: int | None
     """longer text is cut in the middle; default: no limit of its own."""
-    reward_fn: StrPath | None
+    reward_fn: StrPath | Sequence[StrPath] | None
     """path.py:function, or several, comma-separated."""
     reward_form: str
     """auto | native | a system of docs/coming_from.md: how functions by path are called. Default: 'auto'."""
@@ -453,7 +453,7 @@ class VLSettings(TypedDict, total=False):
     """warn | stop | rollback; what an alarm does beside warning. Default: 'warn'."""
     gold_recipe: StrPath | None
     """a reward recipe that training never sees; default: of the embedded tasks their own."""
-    gold_fn: StrPath | None
+    gold_fn: StrPath | Sequence[StrPath] | None
     """or path.py:function."""
     gold_every: int
     """score the rollouts of every so many steps by gold too; 0: evaluations only. Default: 1."""
@@ -650,9 +650,9 @@ class DiffusionSettings(TypedDict, total=False):
     eval_split: str
     """the same for evaluation. Default: 'test'."""
     max_samples: int
-    """at most so many prompts are read. Default: 100000000."""
+    """at most so many prompts of each data set are read. Default: 100000000."""
     max_eval_samples: int
-    """at most so many are evaluated. Default: 96."""
+    """at most so many of each data set are evaluated. Default: 96."""
     input_key: str
     """column of the prompt. Default: 'prompt'."""
     image_key: str
@@ -667,7 +667,7 @@ class DiffusionSettings(TypedDict, total=False):
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     max_bad_share: float
     """a larger share of skipped rows ends the run. Default: 0.05."""
-    reward_fn: StrPath | None
+    reward_fn: StrPath | Sequence[StrPath] | None
     """path.py:function, or several, comma-separated."""
     reward_form: str
     """auto | native | a system of docs/coming_from.md: how functions by path are called. Default: 'auto'."""
@@ -888,7 +888,7 @@ class DiffusionSettings(TypedDict, total=False):
     """warn | stop | rollback; what an alarm does beside warning. Default: 'warn'."""
     gold_recipe: StrPath | None
     """a reward recipe that training never sees; default: of the embedded tasks their own."""
-    gold_fn: StrPath | None
+    gold_fn: StrPath | Sequence[StrPath] | None
     """or path.py:function."""
     gold_every: int
     """score the rollouts of every so many steps by gold too; 0: evaluations only. Default: 1."""
@@ -1016,9 +1016,9 @@ class SFTSettings(TypedDict, total=False):
     eval_split: str
     """the same for evaluation. Default: 'test'."""
     max_samples: int
-    """at most so many prompts are read. Default: 100000000."""
+    """at most so many prompts of each data set are read. Default: 100000000."""
     max_eval_samples: int
-    """at most so many are evaluated. Default: 500."""
+    """at most so many of each data set are evaluated. Default: 500."""
     input_key: str
     """column of the prompt. Default: 'prompt'."""
     images_key: str

@@ -16,6 +16,9 @@ from waiting import finished
 
 from lightrft_visual import cli, inference, local_ranks
 from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.load import CONFIG_DIRS
+from lightrft_visual.config.recipes import LayerReader
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import doctor
 from lightrft_visual.runtime.presence import handled
@@ -153,10 +156,18 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
         command("recipes", "copy", "embedded_vl", str(tmp_path / "mine.yaml"))
 
 
+def test_each_recipe_that_is_copied_is_read_where_it_lies(tmp_path):
+    reader = LayerReader(names_of(RunConfig), CONFIG_DIRS)
+    for number, name in enumerate(command("recipes", "list").splitlines()):
+        command("recipes", "copy", name, str(copied := tmp_path / f"{number}.yaml"))
+        assert len(reader.read(copied)) == len(reader.read(name)), name
+
+
 def test_pairs_of_words_are_settings_and_arguments_of_the_functions_in_python_are_told_by_their_flags():
     words = ["--temperature", "0.5", "--engine-type=hf", "--bf16", "--top_k", "3", "seed=4"]
     wanted = {"temperature": "0.5", "engine_type": "hf", "bf16": "true", "top_k": "3", "seed": "4"}
     assert cli._pairs(words) == wanted
+    assert cli._pairs(["--no_bf16", "--no-compile", "seed=4"]) == {"bf16": "false", "compile": "false", "seed": "4"}
     inside = [
         "--reward.kwargs.numeric.tolerance",
         "0.1",

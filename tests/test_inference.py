@@ -131,9 +131,22 @@ def test_a_checkpoint_of_a_run_on_pairs_is_evaluated_on_the_held_out_prompts_of_
     assert (data.prompt_split, data.eval_split) == ("validation", "validation")
 
 
+def test_bf16_of_a_command_line_is_read_as_a_switch_where_adapters_are_joined(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        inference.Checkpoint, "model", lambda self, bf16=None: seen.append(bf16) or nullcontext(self.path)
+    )
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
+    for words in ({"bf16": "false"}, {"model.bf16": "true"}, {"bf16": True}, {}):
+        configured(checkpoint, **words)
+    assert seen == [False, True, True, None]
+
+
 def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(tmp_path):
     own = {"engine_quantization": "fp8", "policy_loss": "dppo_tv", "output_dir": tmp_path}
-    assert configured(left_by(GRPOTrainer("org/model", "exact", ROWS, **own))).rollout.engine_quantization == "fp8"
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, **own))
+    assert configured(checkpoint).rollout.engine_quantization == "fp8"
+    assert configured(checkpoint, engine_type="hf").rollout.engine_quantization is None
 
 
 @pytest.mark.parametrize(
@@ -329,7 +342,7 @@ def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperatur": 1.0}])
-def test_rows_images_and_functions_given_to_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
+def test_rows_images_and_functions_wordsto_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
     held, judge = dict(given._objects), lambda completions: [0.0] * len(completions)
     checkpoint, rows = left_by(GRPOTrainer(output_dir=tmp_path / "run")), [{"prompt": "what?", "images": [RED]}]
     for _ in range(2):
@@ -339,14 +352,14 @@ def test_rows_images_and_functions_given_to_an_evaluation_are_let_go_of_as_it_en
         assert given._objects == held
 
 
-def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):
+def test_errors_of_sample_call_what_it_was_wordsprompts(tmp_path, data_of_sample):
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
     assert data_of_sample(checkpoint.path, ["a"]).eval_data.startswith("python:prompts")
     with pytest.raises(DataError, match="^prompts has no rows"):
         inference.sample(checkpoint.path, [])
 
 
-def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):
+def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_wordsmay_not(tmp_path):
     recipe = {label: [["rule", "exact", 1.0]] for label in ("a", "b")}
     own = {"gold_recipe": json.dumps(recipe), "eval_data": "org/rows", "output_dir": tmp_path}
     checkpoint = left_by(GRPOTrainer("org/model", recipe, ROWS, **own))

@@ -127,7 +127,7 @@ Settings, each under any of these spellings:
   --config NAME_OR_PATH   read a YAML recipe first; several are read in order, the command line wins
   /base/distributed=zero3 swap the layer of that group in the recipe
   --dry_run               print the resolved configuration and the plan of its memory and time, and exit
-  --help, -h              print this and exit
+  --help-all              print this and exit; --help: what is set first, --help SECTION: one section
 """
 
 

@@ -289,9 +289,14 @@ def said(section: Any, name: str, usual: Any = None) -> str:
     return f"{name} {value}" + (" (the default)" if value in (default, usual) else "")
 
 
+def default_of(item: Field) -> Any:
+    """The value of a dataclass's field where none is given."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 def not_usual(section: Any, names: Iterable[str] | None = None) -> list[str]:
     """The settings of a section, of `names` where those are given, that are not at their defaults."""
-    usual = {item.name: item.default for item in fields(section) if item.default_factory is MISSING}
+    usual = {item.name: default_of(item) for item in fields(section)}
     return [name for name in (usual if names is None else names) if getattr(section, name) != usual[name]]
 
 

@@ -201,8 +201,8 @@ class DiffusionDataConfig(Section):
     rejected_key: str = "rejected"  # column of the image that was not preferred
     eval_data: str | None = None  # default: the embedded held-out prompts when prompt_data is embedded
     eval_split: str = "test"  # the same for evaluation
-    max_samples: PositiveInt = 100_000_000  # at most so many prompts are read
-    max_eval_samples: NonNegativeInt = 96  # at most so many are evaluated
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
+    max_eval_samples: NonNegativeInt = 96  # at most so many of each data set are evaluated
     input_key: str = "prompt"  # column of the prompt
     image_key: str = "input_image"  # first frame of image-to-video models, images to edit; else `images`, `image`
     label_key: str = "label"  # column that names the recipe of a sample's rewards
@@ -210,6 +210,12 @@ class DiffusionDataConfig(Section):
     image_root: str | None = None  # folder of images that data name by relative paths
     on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are held-out prompts."""
+        known = self.eval_data is not None or self.prompt_data in registry.drawing_tasks
+        return known and self.max_eval_samples > 0
 
     def check(self) -> None:
         """Held-out prompts of a built-in task."""
@@ -269,7 +275,8 @@ class DiffusionRunConfig(Section):
         """What several sections must agree on; what nobody has set is filled in."""
         self._take_pairs()
         self._fill_in_defaults()
-        idle.check_diffusion(self.algorithm, self.data)
+        idle.check_any(self)
+        idle.check_diffusion(self)
         self._check_coupled()
         self._check_trajectory()
         family, embedded = self.model.family, "flow" if self.model.pretrain == EMBEDDED else None
@@ -295,15 +302,12 @@ class DiffusionRunConfig(Section):
             alone or not (entry.coupled or entry.trains_on == "reward"),
             f"sp_size shares forwards of losses of single drawn samples, which {entry.name}'s is not: leave it at 1",
         )
-        data = self.data
-        built_in = data.prompt_data in registry.drawing_tasks
-        held_out = (data.eval_data is not None or built_in) and data.max_eval_samples > 0
-        gold = self.guard.gold(self.reward) is not None or built_in
-        self.guard.check_run(gold, held_out, drawn=not self.offline)
-        self.output.check_best(held_out)
+        gold = self.guard.gold(self.reward) is not None or self.data.prompt_data in registry.drawing_tasks
+        self.guard.check_run(gold, self.data.evaluated, drawn=not self.offline)
+        self.output.check_best(self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self.distributed.settle()
-        self.asynchronous.settle(self.distributed.split, corrected=False)
+        self.asynchronous.check_run(self.distributed.split, corrected=False)
         require(not self.asynchronous.partial_rollouts, "partial_rollouts are for responses in text")
         require(
             self.asynchronous.stale_correction != "none",

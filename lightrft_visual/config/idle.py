@@ -15,6 +15,7 @@ from .shared import EMBEDDED
 
 logger = logging.getLogger(__name__)
 CLIPPED = ("flow_grpo", "dance_grpo", "mix_grpo", "temp_flow_grpo", "ddpo", "awm")  # by clip_range
+OF_ENGINES = ("engine_quantization", "engine_kv_cache_dtype", "engine_kwargs")  # vLLM's names and SGLang's
 REWARD_FL = (
     "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
     "score_mean", "score_std", "score_target",
@@ -55,14 +56,16 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         _say_idle(algorithm, not_usual(algorithm, ("lambd", "value_clip")), "advantage_estimator gae")
     if loss.name in ("sapo", "vespo", "kl_cov"):
         _say_idle(algorithm, not_usual(algorithm, ("eps_clip", "eps_clip_high")), "policy losses that clip ratios")
-    _refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
+    _refuse_idle(rollout, OF_ENGINES, "engines with weights of their own", rollout.engine_type != "hf")
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
-def check_evaluation(config: Any) -> None:
-    """Of a run of any other model than the embedded one, whose preset says how it is evaluated."""
-    data, output = config.data, config.output
-    if config.model.pretrain != EMBEDDED and not data.evaluated and data.max_eval_samples > 0:
+def check_any(config: Any) -> None:
+    """Of every run: adapters of no rank; evaluations, but for the embedded model, whose preset asks for them."""
+    model, data, output = config.model, config.data, config.output
+    adapters = [name for name in ("lora_alpha", "lora_dropout", "target_modules") if hasattr(model, name)]
+    _say_idle(model, not_usual(model, adapters) if model.lora_rank == 0 else [], "a lora_rank above 0")
+    if model.pretrain != EMBEDDED and not data.evaluated and data.max_eval_samples > 0:
         reader = "evaluations, whose prompts --eval_data names"
         _say_idle(data, not_usual(data, ("eval_split", "max_eval_samples")), reader)
         saves = output.save_steps is None  # by the interval of evaluations
@@ -77,13 +80,12 @@ def _say_idle(section: Any, names: list[str], reader: str) -> None:
         logger.warning("%s: read by %s, and does nothing here", told, reader)
 
 
-def check_diffusion(config: Any, data: Any) -> None:
-    """Of a diffusion run: a `DiffusionAlgorithmConfig` and a `DiffusionDataConfig`. An algorithm of one's own may read
-    the settings of any other.
+def check_diffusion(run: Any) -> None:
+    """Of a `DiffusionRunConfig`. An algorithm of one's own may read the settings of any other.
 
     Settings whose default depends on the algorithm may also stand at it, as they do in a run's resolved file.
     """
-    entry = config.entry
+    config, data, entry = run.algorithm, run.data, run.algorithm.entry
     _refuse_idle(data, ("chosen_key", "rejected_key"), "pair_data", data.pair_data is not None)
     if not entry.shipped:
         return
@@ -107,6 +109,8 @@ def check_diffusion(config: Any, data: Any) -> None:
         _refuse_idle(config, names, owner, read)
     if not scaled:  # of a recipe whose algorithm the command exchanges
         _say_idle(config, not_usual(config, ("global_std",)), "algorithms with advantages")
+    if run.trajectory not in ("sde", "dance"):  # a recipe has it, whose trajectory the command exchanges
+        _say_idle(config, not_usual(config, ("kl_form",)), "trajectories sde and dance")
     for setting, owner, read in (
         ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),

@@ -10,7 +10,7 @@ import pickle
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
 from io import StringIO
 from operator import or_
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, nearest
 from . import registry
-from .constraints import Constraint, constraints_of
+from .constraints import Constraint, constraints_of, default_of
 from .spellings import BARE_VALUES, OWN, ROOTS, removed
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
@@ -103,8 +103,7 @@ def walk(schema: type, prefix: str = "") -> Iterator[Leaf]:
         if is_dataclass(hint):
             yield from walk(hint, path + ".")
             continue
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        yield Leaf(path, hint, default, comments.get(item.name, ""), constraints[item.name])
+        yield Leaf(path, hint, default_of(item), comments.get(item.name, ""), constraints[item.name])
 
 
 def field_comments(schema: type) -> dict[str, str]:
@@ -255,7 +254,7 @@ class Names:
             return self._paths[last][0]
         bools = [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool" or leaf.name in BARE_VALUES]
         if last.startswith("no_") and (near := nearest(last[3:], bools)):
-            return f"no_{near}"
+            return f"{near}=false" if near == last[3:] else f"no_{near}"
         known = (*self._paths, *self.aliases)
         near = nearest(plain, [name for name in known if ("." in name) == bool(head)])
         return near or nearest(last, [name for name in known if "." not in name])

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO, get_args
@@ -27,13 +26,13 @@ from ..runtime.files import Escaped, compose_yaml
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.start_up import open_closed_streams
 from . import registry
-from .command_line import NULL_WORDS, help_text, parse_command_line
+from .command_line import NULL_WORDS, parse_command_line
 from .constraints import parts_of, together
 from .given_files import missing_files, refused_resume
 from .leaves import COMMAND_LINE, KEYWORD, Leaf, Names, Setting, names_of
-from .recipes import REFERENCE, LayerReader, load_plugins, plugins_in, yaml_value
+from .recipes import REFERENCE, LayerReader, load_plugins, yaml_value
 from .shared import EMBEDDED, REWARDS
-from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
+from .spellings import COMMA_LISTS, FOLLOWING, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, Preset, preset_of
 from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
@@ -67,19 +66,19 @@ def parse_run(
     argv: Sequence[str] | None = None,
     *,
     config_dirs: Sequence[Path] = CONFIG_DIRS,
-    preset: Preset | None = VL_PRESET,
+    preset: Preset | None = preset_of,
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     files: Files = None,
 ) -> ParsedRun:
-    """Read a run's configuration. Plugins are imported before anything is checked. ``--help`` prints and exits with 0.
+    """Read a run's configuration. Plugins are imported before anything is checked.
 
     Args:
         schema: the configuration's class.
         argv: words of the command line; None: the process's own.
         config_dirs: are searched for recipes and layers, after the working directory.
         preset: the recipe that lies below all but schema and `defaults` when the embedded model is trained, or a
-            function of the chosen settings that names it; None: no such recipe.
+            function of the chosen settings that names it; default: that of the schema's kind; None: no such recipe.
         defaults: settings of the script itself, such as the algorithm it is named after, below all but the schema.
         settings: those of a program, above all.
         files: says what the sections that are right name and is not there, which is told beside what is wrong, but for
@@ -91,10 +90,6 @@ def parse_run(
     arguments = list(sys.argv[1:] if argv is None else argv)
     check_launch()
     names = names_of(schema)
-    if {"-h", "--help"} & set(arguments):
-        load_plugins(plugins_in(arguments))
-        _print_once(help_text(names))
-        raise SystemExit(0)
     line = parse_command_line(arguments, names)
     files = None if line.dry_run else files
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
@@ -106,9 +101,8 @@ def parse_run(
         wrong.append(error)
     own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
     tree, sources = merge(names, own + chosen, wrong, files)
-    load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))
-    model = OmegaConf.select(tree, "model.pretrain", throw_on_resolution_failure=False)
-    if preset is not None and model == EMBEDDED:
+    load_plugins(_value(tree, "plugins"))
+    if preset is not None and _value(tree, "model.pretrain") == EMBEDDED:
         chosen[:0] = _instead_of_presets(tree)
         for _ in range(2):  # sizes that a preset gives may ask for another one
             tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen, files=files)
@@ -133,10 +127,9 @@ def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapp
 
 def _instead_of_presets(tree: DictConfig) -> list[Setting]:
     """What a preset says of the embedded task's reward is unset by another reward, its gold by other prompts."""
-    value = partial(OmegaConf.select, tree, throw_on_resolution_failure=False)
-    named = any(value(f"reward.{name}") for name in REWARDS)
-    other = value("data.prompt_data") not in (EMBEDDED, None)
-    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and value("guard") is not None}
+    named = any(_value(tree, f"reward.{name}") for name in REWARDS)
+    other = _value(tree, "data.prompt_data") not in (EMBEDDED, None)
+    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and _value(tree, "guard") is not None}
     return [Setting(path, None, SCRIPT) for path, when in unset.items() if when]
 
 
@@ -244,11 +237,16 @@ def merge(
     wrong += _masked(tree)
     if wrong:
         try:
-            load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))  # which may add names
+            load_plugins(_value(tree, "plugins"))  # which may add names
         except ConfigError as error:
             raise together([*wrong, error]) from error
         raise together(sum(_wrong_sections(names, tree, sources, files), wrong))
     return tree, sources
+
+
+def _value(tree: DictConfig, path: str) -> Any:
+    """None too where it refers to what is not there: sections say so of values that they are made of."""
+    return OmegaConf.select(tree, path, throw_on_resolution_failure=False)
 
 
 def _masked(tree: DictConfig) -> Iterator[ConfigError]:
@@ -269,12 +267,13 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
         path = f"{leaf.path}.{inside}" if inside else leaf.path
         if beside and sources.get(path) == setting.origin:
             continue
+        before = _value(tree, path)
         with refused_as(ConfigError, f"{path} ({setting.origin})"):
             read = _read(leaf, inside, value, setting.origin)
             _assign(tree, path, leaf, read, setting.origin)
         sources[path] = setting.origin
         if read is not None:
-            _unset_others(names, tree, path, sources)
+            _unset_others(names, tree, path, sources, before)
 
 
 def _wrong_sections(
@@ -293,13 +292,17 @@ def _wrong_sections(
     return found, [ConfigError(line) for line in (files(right) if files else ())]
 
 
-def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str]) -> None:
-    """Of settings that say the same thing the last one counts."""
-    for same in ONE_OF_THESE:
-        for other in same if path in same else ():
-            if other != path and other in names.leaves and names.leaves[other].optional:
-                OmegaConf.update(tree, other, None)
-                sources.pop(other, None)
+def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str], before: Any) -> None:
+    """Of settings that say the same thing the last one counts. What a file, such as a run's own, says of a setting that
+    follows another is no more than its default where the command gives that one another value than `before`."""
+    others = [other for same in ONE_OF_THESE if path in same for other in same if other != path]
+    follower, origin = FOLLOWING.get(path, ""), sources[path]
+    if follower and origin in (COMMAND_LINE, KEYWORD) and sources.get(follower) != origin:
+        others += [follower] if _value(tree, path) != before else []
+    for other in others:
+        if other in names.leaves and names.leaves[other].optional:
+            OmegaConf.update(tree, other, None)
+            sources.pop(other, None)
 
 
 def _shared(setting: Setting, count: int) -> list:

@@ -111,14 +111,15 @@ class AsyncConfig(Section):
             "batches_ahead, stale_correction and partial_rollouts belong to a max_staleness above 0",
         )
 
-    def settle(self, split: bool, corrected: bool) -> None:
-        """What a run of this placement does about stale tokens. corrected: whether its loss weighs by the engine's
-        log-probs. Raises ConfigError."""
-        if not self.max_staleness:
-            return
-        require(split, "max_staleness above 0 runs rollouts beside training: add --placement split")
-        if self.stale_correction is None:
-            self.stale_correction = "none" if corrected else "behaviour"
+    def behaviour(self, corrected: bool) -> bool:
+        """Whether old log-probs are the engine's. corrected: whether the loss weighs by these."""
+        unset = self.stale_correction is None and self.max_staleness > 0 and not corrected
+        return unset or self.stale_correction == "behaviour"
+
+    def check_run(self, split: bool, corrected: bool) -> None:
+        """Raise ConfigError where a run of this placement cannot take stale tokens. corrected: as of `behaviour`."""
+        told = "max_staleness above 0 runs rollouts beside training: add --placement split"
+        require(split or not self.max_staleness, told)
         require(
             not (corrected and self.stale_correction == "behaviour"),
             "tis_mode and stale_correction behaviour both correct for the engine's policy: use one of them",

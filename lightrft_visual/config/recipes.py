@@ -89,7 +89,7 @@ class LayerReader:
             text = found and found[0][0].kind == "text" and name not in self.names.sections
             if isinstance(value, Mapping) and value and not text:
                 yield from self._settings(value, lines, file, name + ".")
-            elif value or found or name not in self.names.sections:  # an empty section sets nothing
+            elif value or name not in self.names.sections:  # an empty section sets nothing
                 yield Setting(name, value, f"{show(file)}:{lines[name]}" if name in lines else show(file))
 
     def _layer(self, group: str, layer: str, file: Path, roots: tuple[Path, ...]) -> Path:

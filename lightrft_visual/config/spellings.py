@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError
 from . import registry
@@ -172,6 +172,13 @@ ROOTS = (
     Root("sft", SFTRunConfig, "embedded_sft"),
 )
 
+
+def preset_of(tree: DictConfig) -> str:
+    """The preset of the kind of run that a tree of settings is of."""
+    preset = next(root.preset for root in ROOTS if issubclass(OmegaConf.get_type(tree), root.schema))
+    return preset if isinstance(preset, str) else preset(tree)
+
+
 # Algorithms as the command and the trainers for Python name them: the kind of run, and the settings that a name stands
 # for; recipes and flags win over them.
 ALGORITHMS: dict[str, tuple[Root, dict[str, Any]]] = {
@@ -276,6 +283,9 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 # Settings that say the same thing in several ways: the one that is written last counts, the others are unset.
 ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
 
+# Settings whose default is by another one, by that one.
+FOLLOWING = {"train.enable_ema": "output.eval_ema"}
+
 # Words for "unset" besides null, by setting: of FastVideo and LightRFT.
 UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",), "reward_pretrain": ("{}",)}
 
@@ -285,7 +295,7 @@ BARE_VALUES: dict[str, str] = {"freeze_prefix": "true", "gradient_checkpointing"
 # Text settings that hold a comma-separated list: several words, a JSON list and a YAML list mean the same.
 COMMA_LISTS = (
     "prompt_data", "prompt_data_probs", "eval_data", "target_modules", "target_parameters", "trainable_models",
-    "freeze_prefix", "remote_rm_url", "reward_pretrain", "plugins",
+    "freeze_prefix", "remote_rm_url", "reward_pretrain", "reward_fn", "gold_fn", "tools", "plugins",
 )  # fmt: skip
 
 # Settings that name files or folders, in which a leading ~ is the home folder; the others of COMMA_LISTS name modules.
@@ -300,6 +310,7 @@ PATHS = (
 SWITCHES: dict[str, str] = {
     "use_wandb": "the key comes from the environment variable WANDB_API_KEY or from `wandb login`, never from a "
     "setting; WANDB_PROJECT names the project",
+    "load_checkpoint": "a folder, or auto, is --resume_from",
     "use_tensorboard": "its files go to the folder tensorboard of output_dir",
 }
 

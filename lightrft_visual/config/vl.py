@@ -127,8 +127,8 @@ class DataConfig(Section):
     prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
     eval_data: str | None = None  # default: the embedded held-out split when prompt_data is embedded
     eval_split: str = "test"  # the same for evaluation
-    max_samples: PositiveInt = 100_000_000  # at most so many prompts are read
-    max_eval_samples: NonNegativeInt = 500  # at most so many are evaluated
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
+    max_eval_samples: NonNegativeInt = 500  # at most so many of each data set are evaluated
     input_key: str = "prompt"  # column of the prompt
     images_key: str = "images"  # empty: no images are read
     videos_key: str = "videos"  # empty: no videos are read
@@ -157,12 +157,14 @@ class DataConfig(Section):
         return known and self.max_eval_samples > 0
 
     def check(self) -> None:
-        """Mixing probabilities, and the order of the sizes."""
+        """Mixing probabilities, what a chat template reads, and the order of the sizes."""
         shares = mixing_shares(mixing_probabilities(self.prompt_data_probs) or [])
         sets = sum(1 for part in self.prompt_data.split(",") if part.strip())
         fits = len(shares) in (0, sets)
         require(fits, f"{len(shares)} mixing probabilities for {sets} data sets (prompt_data_probs)")
         default_held_out(self, registry.tasks)
+        told = "system_prompt and chat_template_kwargs do nothing with apply_chat_template false: leave them out"
+        require(self.apply_chat_template or not (self.system_prompt or self.chat_template_kwargs), told)
         if self.min_pixels is not None and self.max_pixels is not None:
             require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
 
@@ -275,6 +277,12 @@ class TrainConfig(Section):
             "max_tokens_per_batch is a positive budget of packed batches: add --packing_samples (0 turns it off)",
         )
 
+    def check_budget(self, longest: int, told: str) -> None:
+        """Raise ConfigError where a packed batch has no room for a sample of so many tokens; told: those, in words."""
+        budget = self.max_tokens_per_batch
+        told = f"max_tokens_per_batch {budget} is less than one sample may have: {told}; set it to {longest} or more"
+        require(budget == 0 or budget >= longest, told)
+
 
 @dataclass
 class RunConfig(Section):
@@ -311,6 +319,7 @@ class RunConfig(Section):
         rollout = self.rollout
         told = f"{said(rollout, 'rollout_batch_size')} * {said(rollout, 'n_samples_per_prompt')}"
         settle_update(self.train, rollout.rollout_batch_size * rollout.n_samples_per_prompt, told)
+        idle.check_run(self.algorithm, self.rollout)
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
@@ -320,13 +329,13 @@ class RunConfig(Section):
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
         self.episodes.check_run(self)
-        idle.check_run(self.algorithm, self.rollout)
-        idle.check_evaluation(self)
+        idle.check_any(self)
 
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous
         self.distributed.settle()
-        ahead.settle(self.distributed.split, self.algorithm.corrects_rollouts)
+        corrected = self.algorithm.corrects_rollouts
+        ahead.check_run(self.distributed.split, corrected)
         if not ahead.max_staleness:
             return
         for name, used in (
@@ -350,7 +359,7 @@ class RunConfig(Section):
             f"engine {rollout.engine_type} cannot go on with a response, as partial_rollouts need",
         )
         require(
-            ahead.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
+            not ahead.behaviour(corrected) or (rollout.top_p == 1 and rollout.top_k == -1),
             "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined: "
             "use top_p 1, top_k -1, or async.stale_correction none",
         )
@@ -433,16 +442,11 @@ class RunConfig(Section):
         )
 
     def _check_lengths(self) -> None:
-        algorithm, rollout, budget = self.algorithm, self.rollout, self.train.max_tokens_per_batch
-        longest, episodes = rollout.prompt_max_len + self.response_max_len, self.episodes.used
-        named = f"{self.response_max_len} of an episode" if episodes else said(rollout, "generate_max_len")
+        algorithm, rollout, most = self.algorithm, self.rollout, self.response_max_len
+        named = f"{most} of an episode" if self.episodes.used else said(rollout, "generate_max_len")
+        self.train.check_budget(rollout.prompt_max_len + most, f"{said(rollout, 'prompt_max_len')} + {named}")
         require(
-            budget == 0 or budget >= longest,
-            f"max_tokens_per_batch {budget} is less than one sample may have: {said(rollout, 'prompt_max_len')} + "
-            f"{named}; set it to {longest} or more",
-        )
-        require(
-            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < self.response_max_len,
+            not algorithm.overlong_buffer or algorithm.overlong_buffer_len < most,
             f"overlong_buffer_len {algorithm.overlong_buffer_len} must be less than {named}: every response would be "
             "penalised from its first token on",
         )

@@ -192,8 +192,6 @@ def render_prompt(
 
 def check_template_kwargs(model_input: ModelInput, config: DataConfig) -> None:
     """Raise ConfigError for a name of chat_template_kwargs that the chat template does not read."""
-    if config.chat_template_kwargs and not config.apply_chat_template:
-        raise ConfigError("chat_template_kwargs does nothing with apply_chat_template false")
     template = model_input.chat_template
     for name in config.chat_template_kwargs if template is not None else ():
         if name in OWN_KWARGS:

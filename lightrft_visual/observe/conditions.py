@@ -1,11 +1,12 @@
 """What an evaluation was made with: whoever has this and the prompts can make its numbers again."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
 
+from ..config.constraints import not_usual
 from ..config.diffusion import DiffusionRunConfig
 from ..config.vl import RunConfig
 from ..runtime.masking import mask_config
@@ -19,8 +20,8 @@ SETTINGS = {
         "height", "width", "num_frames", "frame_rate", "source_pixels",
     ),
     "rollout": (
-        "engine_type", "temperature", "top_p", "top_k", "min_new_tokens", "generate_max_len", "prompt_max_len",
-        "guidance_scale",
+        "engine_type", "engine_quantization", "engine_kv_cache_dtype", "engine_kwargs", "temperature", "top_p", "top_k",
+        "min_new_tokens", "generate_max_len", "prompt_max_len", "guidance_scale",
     ),
     "data": (
         "eval_data", "eval_split", "max_eval_samples", "data_format", "system_prompt", "apply_chat_template",
@@ -49,7 +50,7 @@ def conditions(config: RunConfig | DiffusionRunConfig, prompts: Iterable[str]) -
         if getattr(own, "used", True):
             found[section] = {name: getattr(own, name) for name in names if hasattr(own, name)}
     reward = config.reward
-    found["reward"] = {f.name: asdict(reward)[f.name] for f in fields(reward) if getattr(reward, f.name) != _usual(f)}
+    found["reward"] = {name: asdict(reward)[name] for name in not_usual(reward)}
     found["seed"] = config.train.seed if config.output.eval_seed is None else config.output.eval_seed
     if isinstance(config, DiffusionRunConfig):
         found["sampling"]["sampler"] = "ode"
@@ -60,12 +61,9 @@ def conditions(config: RunConfig | DiffusionRunConfig, prompts: Iterable[str]) -
     return {**mask_config({name: part for name, part in found.items() if part != {}}), "versions": versions()}
 
 
-def _usual(field: Any) -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default
-
-
 def in_words(found: Mapping[str, Any]) -> str:
     """What decides how samples are drawn, in one line; what is not set is left out."""
     own = {name: value for section in DRAWN for name, value in found.get(section, {}).items()}
     own |= {"seed": found["seed"], "prompts": found["prompts"]["count"]}
-    return "evaluated with " + ", ".join(f"{n} {value}" for n, value in own.items() if value not in (None, "", -1))
+    unset = (None, "", -1, "auto", {})
+    return "evaluated with " + ", ".join(f"{name} {value}" for name, value in own.items() if value not in unset)

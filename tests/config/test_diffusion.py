@@ -256,6 +256,11 @@ def test_a_global_std_that_a_recipe_has_for_another_algorithm_is_said_to_do_noth
     assert "global_std 1: read by algorithms with advantages, and does nothing here" in caplog.text
 
 
+def test_a_form_of_the_kl_that_a_recipe_has_for_another_trajectory_is_said_to_do_nothing(caplog):
+    load("--config", "base/algorithm/diffusion/flow_grpo", "--trajectory", "cps")
+    assert "kl_form published: read by trajectories sde and dance, and does nothing here" in caplog.text
+
+
 def test_a_clip_range_that_nothing_reads_is_said_to_do_nothing(caplog):
     load("--diffusion_algorithm", "rwr", "--clip_range", "0.2")
     assert "clip_range 0.2: read by algorithm flow_grpo, dance_grpo" in caplog.text

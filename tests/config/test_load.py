@@ -93,6 +93,9 @@ def test_values_take_the_type_of_their_field() -> None:
         assert plain(betas).train.adam_betas == [0.5, 0.6]
     assert plain("--kl_target", "0.1", "--kl_target", "None").algorithm.kl_target is None
     assert plain("--freeze_prefix", "visual,model.embed").model.freeze_prefix == "visual,model.embed"
+    several = plain("--reward_fn", "a.py:f", "b.py:g", "--gold_fn", '["c.py:f", "d.py:g"]')
+    assert (several.reward.reward_fn, several.guard.gold_fn) == ("a.py:f,b.py:g", "c.py:f,d.py:g")
+    assert plain("--tools", "a.py:f", "b.py:g").episodes.tools == "a.py:f,b.py:g"
     assert plain("--system_prompt", "a = b").data.system_prompt == "a = b"
     both = plain("--eps_clip_low_high", "0.2", "0.28").algorithm
     assert (both.eps_clip, both.eps_clip_high) == (0.2, 0.28)
@@ -103,6 +106,8 @@ def test_values_take_the_type_of_their_field() -> None:
     [
         (["--n_sample_per_prompt", "8"], ("'n_sample_per_prompt'", "did you mean 'n_samples_per_prompt'")),
         (["--no_bf17"], ("no_bf17", "bf16")),
+        (["--no_bf16=true"], ("did you mean 'bf16=false'",)),
+        (["--resume", "auto"], ("output.load_checkpoint", "a folder, or auto, is --resume_from")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
         pytest.param(["--lora_target", "q_proj"], ("--lora_target_modules",), marks=pytest.mark.plugin("compat")),
         (["--steps", "9"], ("similar settings: --eval_steps", "--max_steps")),
@@ -147,6 +152,12 @@ def test_precedence_is_defaults_preset_recipe_command_line(tmp_path: Any) -> Non
         "train.max_steps": f"{recipe}:3",
         "train.seed": "command line",
     }
+
+
+@pytest.mark.plugin("embedded")
+@pytest.mark.parametrize("root", ROOTS, ids=[root.kind for root in ROOTS])
+def test_the_preset_is_that_of_the_schemas_kind_unless_another_is_given(root: Any) -> None:
+    assert parse_run(root.schema, []).config == parse_run(root.schema, [], preset=root.preset).config
 
 
 def test_the_preset_belongs_to_the_embedded_model_only() -> None:
@@ -215,6 +226,18 @@ def test_secrets_of_a_recipe_are_not_written_and_the_rest_loads_to_the_same(tmp_
     )
     (told,) = wrong_names(plain("--config", str(file)).reward)
     assert "api_key is ***, as the file of a run has it; give the value" in told
+
+
+def test_what_followed_from_other_settings_follows_them_again_where_a_runs_file_is_started_with_others(tmp_path):
+    averaged = ("--config", str(write_resolved(plain("--enable_ema"), tmp_path / "averaged.yaml")))
+    ahead = "--placement", "split", "--max_staleness", "1"
+    ahead = ("--config", str(write_resolved(plain(*ahead), tmp_path / "ahead.yaml")))
+    assert plain(*averaged).output.eval_ema and not plain(*averaged, "--no_enable_ema").output.eval_ema
+    assert plain("--config", str(write_resolved(plain(), tmp_path / "a.yaml")), "--enable_ema").output.eval_ema
+    assert not plain("--eval_ema", "false", "--enable_ema").output.eval_ema
+    assert plain(*ahead).asynchronous.behaviour(False)
+    assert not plain(*ahead, "--tis_mode", "token").asynchronous.behaviour(True)
+    assert plain(*ahead, "--max_staleness", "0").asynchronous.ahead == 0
 
 
 def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_path: Path) -> None:
@@ -410,7 +433,6 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "1
     ("argv", "code"),
     [
         pytest.param(["--dry_run"], 0, marks=[pytest.mark.plugin(name) for name in ("embedded", "memory_plan")]),
-        (["--help"], 0),
         (["--sede", "1"], 2),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.algorithms.advantages import AdvantageCalculator
+from lightrft_visual.cli import train_command
 from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
@@ -44,6 +45,11 @@ def test_from_the_command_line_and_from_a_recipe(plugin, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"plugins: {plugin}\npolicy_loss: mine_loss\n")
     assert config("--config", str(recipe)).plugins == str(plugin)
+
+
+def test_help_of_a_command_that_names_one_shows_its_choices(plugin, capsys):
+    train_command("grpo", ["--nonsense", "--plugins", str(plugin), "--help-all"])
+    assert "| mine_loss" in capsys.readouterr().out
 
 
 def test_several_and_a_module_of_the_working_directory(plugin, tmp_path, monkeypatch):

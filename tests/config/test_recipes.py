@@ -30,7 +30,7 @@ FILES = {
     "experiment/twice.yaml": "train:\n  seed: 1\n  seed: 2\n",
     "experiment/broken.yaml": "train:\n  seed: [1\n",
     "experiment/list.yaml": "- 1\n",
-    "experiment/empty.yaml": "train:\nmodel: {}\n",
+    "experiment/empty.yaml": "train:\nmodel: {}\nplan:\n",
     "experiment/nothing.yaml": "",
     "experiment/texts.yaml": (
         "model: {freeze_prefix: true}\ndata: {prompt_data: [a.jsonl, b.jsonl], prompt_data_probs: [0.5, 0.5]}\n"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.idle import check_run
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.sft import SFTRunConfig
@@ -23,12 +24,19 @@ def load(text: str) -> RunConfig:
             "--packing_samples --max_tokens_per_batch 1000",
             r"prompt_max_len 1024 \(the default\) \+ generate_max_len 1024 \(the default\); set it to 2048",
         ),
+        ("--no_apply_chat_template --system_prompt Think.", "do nothing with apply_chat_template false"),
+        ("--no_apply_chat_template --chat_template_kwargs.thinks true", "do nothing with apply_chat_template false"),
         ("--answer_loss_weight 0 --drawing_loss_weight 0", "are both 0: nothing would be trained"),
         ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
         ("--engine_quantization fp8", "add --tis_mode token"),
         (
             "--engine_type hf --engine_quantization fp8 --tis_mode token",
             "engine_quantization belongs to engines with weights of their own",
+        ),
+        ("--engine_type hf --engine_kv_cache_dtype fp8", "engine_kv_cache_dtype belongs to engines with weights"),
+        (
+            "--engine_type hf --engine_kwargs.block_size 32",
+            "engine_kwargs belongs to engines with weights of their own",
         ),
         ("--tis_mode token --tis_mask --tis_floor 2.5", "not below tis_cap 2.0"),
         ("--sapo_tau_neg 2", "sapo_tau_neg belongs to policy_loss sapo; here 2.0 would do nothing: leave it out"),
@@ -119,6 +127,18 @@ def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work
         sizes("--n_samples_per_prompt 5 --train_batch_size 300")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--packing_samples --max_tokens_per_batch 100", r"\(the default\) \+ generate_max_len 1024 .* set it to 2048"),
+        ("--bf16 --grad_accum_dtype fp32 --zero_stage 0", "grad_accum_dtype: ZeRO stage 0"),
+    ],
+)
+def test_budget_and_gradient_type_of_a_supervised_run_are_checked_as_those_of_others(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(SFTRunConfig, flags.split(), preset=None)
+
+
 def test_best_metric_of_a_supervised_run_needs_held_out_rows():
     rows = ["--prompt_data", "a.jsonl", "--best_metric", "eval_loss"]
     with pytest.raises(ConfigError, match="best_metric compares evaluations"):
@@ -181,7 +201,7 @@ def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(se
     assert [each.message for each in caplog.records] == told
 
 
-@pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig])
+@pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig, DiffusionRunConfig])
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -200,6 +220,23 @@ def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(se
 def test_settings_of_evaluations_are_said_to_do_nothing_without_held_out_prompts(schema, flags, told, caplog):
     load_config(schema, flags.split(), preset=None)
     assert [each.message for each in caplog.records if "eval_" in each.message] == told
+
+
+@pytest.mark.parametrize(
+    ("schema", "flags", "told"),
+    [
+        (RunConfig, "--lora_alpha 32 --target_modules q_proj",
+         ["lora_alpha 32 and target_modules q_proj: read by a lora_rank above 0, and does nothing here"]),
+        (SFTRunConfig, "--lora_dropout 0.1",
+         ["lora_dropout 0.1: read by a lora_rank above 0, and does nothing here"]),
+        (DiffusionRunConfig, "--lora_rank 0 --lora_alpha 32",
+         ["lora_alpha 32: read by a lora_rank above 0, and does nothing here"]),
+        (DiffusionRunConfig, "--lora_alpha 32", []),
+    ],
+)  # fmt: skip
+def test_settings_of_adapters_are_said_to_do_nothing_without_a_rank(schema, flags, told, caplog):
+    load_config(schema, flags.split(), preset=None)
+    assert [each.message for each in caplog.records if "lora" in each.message] == told
 
 
 def test_attention_goes_by_the_names_of_transformers_and_those_of_flash_attention_on_the_hub():

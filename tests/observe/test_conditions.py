@@ -35,6 +35,9 @@ def test_what_decides_how_samples_are_drawn_tells_two_evaluations_apart():
         (*drawing, "--source_pixels 4096"),
         (*drawing, "--frame_rate 12"),
         (*drawing, "--gold_recipe ocr"),
+        (*answering, "--tis_mode token --engine_quantization fp8"),
+        (*answering, "--tis_mode token --engine_kv_cache_dtype fp8"),
+        (*answering, "--engine_kwargs.block_size 32"),
         (*answering, "--environment python"),
         (*answering, "--environment python --max_turns 2"),
         (*answering, "--environment python --observation_max_tokens 9"),
@@ -43,4 +46,4 @@ def test_what_decides_how_samples_are_drawn_tells_two_evaluations_apart():
         fewer, more = (conditions(parse_run(kind, own, preset=preset).config, []) for own in (words[:-2], words))
         assert fewer != more, argv
     plain = conditions(parse_run(RunConfig, []).config, [])
-    assert "episodes" not in plain and "max_turns" not in in_words(plain)
+    assert "episodes" not in plain and not {"max_turns", "engine_kwargs", "auto"} & {*in_words(plain).split()}

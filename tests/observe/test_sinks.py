@@ -92,6 +92,11 @@ def test_cutting_back_equals_never_having_gone_on(tmp_path_factory, data):
         assert resumed.read_bytes() == whole.read_bytes()
 
 
+def test_columns_of_a_file_that_a_spreadsheet_has_saved_are_read(tmp_path):
+    (tmp_path / "m.csv").write_text("\ufeffstep,a\n1,0.5\n")
+    assert read_columns(tmp_path / "m.csv") == {"a": [(1, 0.5)]}
+
+
 def test_a_torn_last_row_is_dropped(tmp_path):
     path = tmp_path / "m.csv"
     path.write_text("step,a\n1,0.5\n2,0.1")  # of 0.123

@@ -30,7 +30,7 @@ class Bounds:
     so leaving counts only while gold, or where there is none the reward, has not risen.
     """
 
-    share: float = 0.5
+    share: float = 0.0
     floor: float = 0.0
     low: bool = True
     high: bool = True

@@ -83,7 +83,7 @@ def read_columns(path: Path) -> dict[str, Points]:
     columns: dict[str, Points] = {}
     if not is_readable(path):
         return {}
-    with open(path, newline="", encoding="utf-8", errors="replace") as file, left_out(path):
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file, left_out(path):  # Excel's begin so
         lines = csv.reader(line for line in file if line.endswith("\n"))
         header = next(lines, [])
         columns |= {name: [] for name in header if name != "step"}

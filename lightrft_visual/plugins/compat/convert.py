@@ -220,7 +220,7 @@ def _leave_out_refused(verb: str, taken: dict[str, Any], left_out: dict[str, str
         plain = {name: value for name, value in taken.items() if "$" not in str(value)}
         try:
             settings = {"pretrain": "of the file"} | plain  # none: the built-in model would bring settings of its own
-            parse_run(root.schema, [], preset=root.preset, defaults=defaults, settings=settings)
+            parse_run(root.schema, [], defaults=defaults, settings=settings)
             return
         except ConfigError as error:
             blamed = re.findall(rf"([\w.]+)(?: \(|: ){KEYWORD}", str(error))

@@ -1,10 +1,10 @@
 """Settings of other systems, which `systems/*.yaml` hold. A file has, each where the system needs it:
 
 names      the same setting under another name, by kind of run: any, vl, sft, diffusion
-words      settings of vision-language runs whose values are words: the settings here that each word stands for. Those
-           behind its first give way to what a command says itself.
-           like: a setting here that takes the same kind of value; without words every value asks for what is so
-           anyway; told: what is said of other words
+words      settings whose values are words: the settings here that each word stands for. Those behind its first give
+           way to what a command says itself.
+           like: a setting here that takes the same kind of value, of the runs that have the word; without words every
+           value asks for what is so anyway; told: what is said of other words
 advice     what to write instead, as in config/spellings.py; by one name, or by several with commas
 converts   what `convert` reads of a system: its own names where a file is known to be of it, what stands there where
            a file says nothing (for what a run learns, not sizes of micro-batches, memory, checkpoints and
@@ -14,8 +14,9 @@ converts   what `convert` reads of a system: its own names where a file is known
 """
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -39,7 +40,17 @@ def _read() -> tuple[Spoken, dict[str, dict[str, Any]]]:
         advice |= {name: told for several, told in system["advice"].items() for name in several.split(", ")}
         converts |= system.get("converts", {})
     aliases_of = {root.schema.__name__: names[root.kind] for root in ROOTS}
-    return Spoken(names["any"], aliases_of, advice, {ROOTS[0].schema.__name__: words}), converts
+    translations = {
+        root.schema.__name__: {name: each for name, each in words.items() if each.like in _settings_of(root.schema)}
+        for root in ROOTS
+    }
+    return Spoken(names["any"], aliases_of, advice, translations), converts
+
+
+def _settings_of(schema: type) -> set[str]:
+    return {
+        item.name for section in get_type_hints(schema).values() if is_dataclass(section) for item in fields(section)
+    }
 
 
 def _translation(

@@ -200,7 +200,7 @@ class PolicyUpdate:
             actor: which is trained.
             rule: temperature and banned tokens of the log-probs.
         """
-        behaviour = config.asynchronous.stale_correction == "behaviour"
+        behaviour = config.asynchronous.behaviour(config.algorithm.corrects_rollouts)
         separate = config.train.separate_old_log_probs or has_dropout(actor.module)
         return cls(actor, config.algorithm, rule, config.train.seed, behaviour, separate)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightrft_visual.observe.guard.watch import Band, Bounds, Parting
+from lightrft_visual.observe.guard.watch import STEP_BANDS, Band, Bounds, Parting
 
 
 def test_a_band_is_the_median_of_the_first_values_and_its_reach_to_both_sides():
@@ -25,8 +25,9 @@ def test_a_band_of_equal_values_reaches_by_share_or_floor_and_only_to_the_sides_
 
     assert limits(Bounds(share=0.25), 4.0) == (3.0, 5.0)
     assert limits(Bounds(share=0.25, floor=2.0), 4.0) == (2.0, 6.0)
-    assert limits(Bounds(low=False), 4.0) == (-math.inf, 6.0)
-    assert limits(Bounds(high=False), 4.0) == (2.0, math.inf)
+    assert limits(Bounds(share=0.5, low=False), 4.0) == (-math.inf, 6.0)
+    assert limits(Bounds(share=0.5, high=False), 4.0) == (2.0, math.inf)
+    assert limits(STEP_BANDS["truncated_share"], 0.625) == (-math.inf, 0.875)  # no wider where it begins high
 
 
 def test_a_run_that_is_hacked_within_a_few_steps_does_not_teach_the_band():

@@ -11,13 +11,14 @@ from omegaconf import OmegaConf
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 
 TEXT = Path(__file__).with_name("settings.md").read_text()
-SCHEMAS = {"vl": RunConfig, "diffusion": DiffusionRunConfig}
+SCHEMAS = {"vl": RunConfig, "diffusion": DiffusionRunConfig, "sft": SFTRunConfig}
 SYSTEMS = ("LightRFT", "OpenRLHF", "TRL", "verl", "EasyR1", "ROLL", "flow_grpo", "VRL", "FastVideo")
-ROW = re.compile(r"^\| `([^`]+)` \| (vl|diffusion) \| (.+) \|$", re.M)
+ROW = re.compile(r"^\| `([^`]+)` \| (vl|diffusion|sft) \| (.+) \|$", re.M)
 
 
 def section(title: str) -> str:

@@ -79,10 +79,10 @@ def test_what_a_run_that_allowed_older_tokens_has_drawn_is_drawn_again(before, d
 def test_settings():
     split = DistributedConfig(placement="split")
     config = RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=2))
-    assert config.asynchronous.ahead == 2 and config.asynchronous.stale_correction == "behaviour"
+    assert config.asynchronous.ahead == 2 and config.asynchronous.behaviour(config.algorithm.corrects_rollouts)
     corrected = AlgorithmConfig(tis_mode="token")
     config = RunConfig(distributed=split, algorithm=corrected, asynchronous=AsyncConfig(max_staleness=1))
-    assert config.asynchronous.stale_correction == "none"
+    assert not config.asynchronous.behaviour(config.algorithm.corrects_rollouts)
     with pytest.raises(ConfigError, match="add --placement split"):
         RunConfig(asynchronous=AsyncConfig(max_staleness=1))
     both = AsyncConfig(max_staleness=1, stale_correction="behaviour")
