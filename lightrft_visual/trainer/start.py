@@ -34,6 +34,7 @@ from ..runtime.files import FolderLock
 from ..runtime.phase_timer import PhaseTimer
 from .hooks import Hooks
 from .loop import LoopSettings
+from .run_state import final_folder
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
@@ -139,9 +140,9 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         sets: of data, whose bad rows are listed.
     """
     output, resumed = config.output, loop.resume_folder is not None
-    read, rollouts = paths_read(config), Path(output.output_dir, ROLLOUTS).resolve()
-    if inside := [str(path) for path in read if path.resolve().is_relative_to(rollouts)]:
-        told = "the run writes and removes files there; name another output_dir, or move what it reads"
+    read, own = paths_read(config), [Path(output.output_dir, ROLLOUTS).resolve(), final_folder(output).resolve()]
+    if inside := [str(path) for path in read if any(path.resolve().is_relative_to(each) for each in own)]:
+        told = "the run replaces or removes files there; name another output_dir or save_path, or move what it reads"
         raise ConfigError(f"{', '.join(inside)}: {told}")
     if collectives.is_rank_0() and not resumed:
         saved = Path(output.ckpt_path or output.output_dir)

@@ -142,7 +142,8 @@ def test_start_strategy_what_accumulation_said_is_the_size_that_the_resolved_fil
 @pytest.mark.parametrize("apart", ["checkpoints", "run/checkpoints", "run"])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_on_does_not(tmp_path, apart, resumed):
-    saved, output = tmp_path / apart, OutputConfig(output_dir=str(tmp_path / "run"), ckpt_path=str(tmp_path / apart))
+    saved, folders = tmp_path / apart, {"output_dir": "run", "ckpt_path": apart, "save_path": "model"}
+    output = OutputConfig(**{name: str(tmp_path / folder) for name, folder in folders.items()})
     for name in ("checkpoint-000020", "checkpoint-best", "checkpoint-final", "of others"):
         (saved / name).mkdir(parents=True)
         (saved / name / "manifest.json").touch()
@@ -169,6 +170,16 @@ def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_rem
     with pytest.raises(ConfigError, match=r"step_000100.jsonl: .* output_dir"):
         start.open_run(config, LoopSettings(1, output, tmp_path if resumed else None), [], [])
     assert drawn.is_file() and (tmp_path / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize(("save_path", "read"), [(None, "run/checkpoint-final"), ("mine", "mine/vae")])
+def test_a_run_that_reads_what_its_export_would_replace_is_refused_before_it_moves_anything(tmp_path, save_path, read):
+    (tmp_path / "run" / "checkpoint-000001").mkdir(parents=True)
+    output = OutputConfig(str(tmp_path / "run"), save_path=save_path and str(tmp_path / save_path))
+    config = RunConfig(model=ModelConfig(pretrain=str(tmp_path / read)), output=output)
+    with pytest.raises(ConfigError, match=f"{read}: the run replaces .* save_path"):
+        start.open_run(config, LoopSettings(1, output), [], [])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
 
 
 @pytest.mark.parametrize("kind", [VLParts, DiffusionParts])
