@@ -37,12 +37,13 @@ __all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "RunParts", "StepData"]
 @dataclass
 class LoopSettings:
     """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`;
-    model: what is trained, as a `fingerprint`."""
+    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step."""
 
     total_steps: int
     output: OutputConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
+    step_size: int = 0
 
 
 @dataclass(kw_only=True)

@@ -239,6 +239,7 @@ class RunState:
         self.trainer.save_engines(folder)
         state = {
             "step": self.trainer.step,
+            "step_size": self.trainer.settings.step_size,
             "world_size": collectives.world_size(),
             "nonfinite_in_a_row": self.trainer.nonfinite_streaks,
             "latest_eval": self.trainer.latest_eval,
@@ -276,7 +277,12 @@ class RunState:
         }
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        self.trainer.step = int(state["step"])
+        step, settings = int(state["step"]), self.trainer.settings
+        was, now = state.get("step_size"), settings.step_size  # earlier versions kept none
+        if was not in (None, now) and self.trainer.config.train.max_steps < 1:
+            told = f"num_episodes counted steps of {was} prompts, and now they are of {now}: say how many the run has"
+            raise ConfigError(f"{told}, --max_steps {step + settings.total_steps - step * was // now}")
+        self.trainer.step = step
         skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone
         self.trainer.nonfinite_streaks.update(skipped if isinstance(skipped, Mapping) else {"": int(skipped)})
         self.trainer.latest_eval = dict(state["latest_eval"])

@@ -183,6 +183,18 @@ def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_poli
     assert {"critic_": 0} | trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
 
 
+def test_a_run_by_episodes_that_goes_on_with_another_size_is_told_how_many_steps_it_has(walk):
+    """Of 100 prompts it made 5 steps of 10; the other 50 are 3 steps of 20, and the new count of all 100 is 5."""
+    trainer = walk(steps=5)
+    trainer.settings.step_size, state = 20, {"step": 5, "step_size": 10}
+    trainer.config = SimpleNamespace(train=SimpleNamespace(max_steps=-1))
+    with pytest.raises(ConfigError, match="num_episodes counted steps of 10 prompts, .* of 20: .* --max_steps 8"):
+        trainer.state._take_over(state)
+    trainer.config.train.max_steps = 8
+    with pytest.raises(KeyError, match="nonfinite"):  # it goes on to take what else a state holds
+        trainer.state._take_over(state)
+
+
 def test_the_last_line_of_a_resumed_run_begins_at_the_evaluation_before_its_first_step(walk, tmp_path):
     walk(steps=1, eval_steps=1, save_steps=1).fit()
     resumed = walk(resume=tmp_path / "checkpoint-000001", eval_steps=1)
