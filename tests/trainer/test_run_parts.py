@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -157,6 +158,20 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     assert moved == (set() if resumed else {"checkpoint-000020", "checkpoint-best", "latest"})
     assert (saved / "checkpoint-final").is_dir() and (saved / "of others").is_dir()
     assert apart == "run" or (saved / "checkpoint-500").is_dir()
+
+
+@pytest.mark.parametrize(("resumed", "kept"), [("run", True), ("moved", True), ("other", False)])
+def test_a_run_that_goes_on_keeps_what_its_folder_holds_and_one_that_goes_on_from_another_run_does_not(
+    tmp_path, resumed, kept
+):
+    folder, output = tmp_path / "run", OutputConfig(str(tmp_path / "run"))
+    before = replace(output, ckpt_path=str(tmp_path / "moved"))
+    write_resolved(RunConfig(output=before), folder / "config.resolved.yaml")
+    (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    (folder / "alarms.jsonl").touch()
+    loop = LoopSettings(1, output, tmp_path / resumed / "checkpoint-000001")
+    start.open_run(RunConfig(output=output), loop, [], []).recorder.close()
+    assert (folder / "alarms.jsonl").exists() == kept == (not (folder / "earlier_runs" / "run").exists())
 
 
 @pytest.mark.parametrize("resumed", [False, True])
