@@ -1,8 +1,10 @@
 """Saving, resuming and stopping a run, between the loop and the checkpoint manager."""
 
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
+from ..observe.environment import set_aside
 from ..runtime import collectives
 from ..runtime.checkpoint.manager import (
+    LATEST,
     CheckpointManager,
     check_shared,
     on_rank_0,
@@ -216,17 +220,27 @@ class RunState:
         self.exported = final.save(self.trainer.step, self.trainer.export, name=folder.name, metrics=metrics)
 
     def resume(self) -> None:
-        """Continue from the checkpoint, or start afresh; either way rows and rollouts of later steps go."""
-        trainer = self.trainer
-        if self.resume_folder is None:
+        """Continue from the checkpoint, or start afresh; either way rows and rollouts of later steps go, and later
+        checkpoints are put aside."""
+        trainer, folder = self.trainer, self.resume_folder
+        if folder is None:
             trainer.recorder.cut_back(-1)
             return
-        self._read(self.resume_folder)
+        self._read(folder)
+        aside = on_rank_0("putting later checkpoints aside", partial(self._later_aside, folder))
         trainer.recorder.cut_back(trainer.step)
         trainer.console.resumed(trainer.step)
-        trainer.console.message(f"resumed from {self.resume_folder} at step {trainer.step}")
+        trainer.console.message(f"resumed from {folder} at step {trainer.step}")
+        if aside is not None:
+            trainer.console.message(f"checkpoints that were saved after it are in {aside} now")
         if trainer.step >= trainer.settings.total_steps:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
+
+    def _later_aside(self, folder: Path) -> Path | None:
+        """They are of steps that are made anew; else one would be the newest, or the best, until the next save."""
+        names = self.manager.saved_after(folder)
+        pattern = re.compile("|".join(map(re.escape, [*names, LATEST])))
+        return set_aside(self.manager.root, written=pattern) if names else None
 
     def take_weights(self) -> None:
         """Only what is evaluated of the checkpoint to resume from: the weights and their step, and those that hooks

@@ -202,6 +202,19 @@ def test_the_last_line_of_a_resumed_run_begins_at_the_evaluation_before_its_firs
     assert "eval reward 0.0625 -> 0.25" in resumed.said[-1]
 
 
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_aside(walk, tmp_path):
+    """One that fails before its own first save goes on from the same checkpoint, and none of the others is its best."""
+    every, earlier = {"save_steps": 1, "eval_steps": 1, "max_ckpt_num": 5}, tmp_path / "checkpoint-000002"
+    walk(steps=4, **every).fit()
+    again = walk(fails=3, resume=earlier, **every)
+    with pytest.raises(RuntimeError, match="broken"):
+        again.fit()
+    assert resolve_resume("auto", tmp_path) == earlier and any("earlier_runs/run now" in text for text in again.said)
+    assert names_in(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
+    moved = sorted(path.name for path in (tmp_path / "earlier_runs" / "run").iterdir())
+    assert moved == ["checkpoint-000003", "checkpoint-000004", "latest"]
+
+
 @pytest.mark.parametrize("fails", ["none", "hooks", "policy", "rewards"])
 def test_all_that_a_trainer_holds_is_closed_the_engine_last_also_where_a_part_fails(walk, fails):
     closed = []

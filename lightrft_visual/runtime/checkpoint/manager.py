@@ -6,6 +6,7 @@ complete before, and at most a staging folder that the next save removes. A chec
 file `latest` is a hint for people and other tools.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -235,6 +236,12 @@ class CheckpointManager:
                     whole = content or read_manifest(path)
                     check_sizes(path, whole)
                     yield path, whole
+
+    def saved_after(self, path: Path) -> list[str]:
+        """Names of the checkpoints to resume from that are newer than one of them; none for a folder elsewhere."""
+        own = [each for each, content in self._present() if content and content["resumable"]]
+        newer = [each.name for each in itertools.takewhile(lambda each: each.resolve() != path.resolve(), own)]
+        return newer if len(newer) < len(own) else []
 
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.
