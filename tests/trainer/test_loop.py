@@ -25,6 +25,7 @@ from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.metrics import CsvSink
 from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.runtime.checkpoint import manager
 from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
 from lightrft_visual.runtime.files import read_jsonl, remove_folder
@@ -433,7 +434,9 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     assert resumed.weights == 3 and len(begun) == 1  # that of the last step; the first one is not made again
 
 
-def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an_earlier_export(walk, tmp_path):
+def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an_earlier_export(
+    walk, tmp_path, monkeypatch
+):
     first, history = walk(save_steps=1), _History()
     first.fit()
     done = _result(first, history)
@@ -441,6 +444,7 @@ def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an
     more = walk(steps=6, save_steps=1, resume=tmp_path / "checkpoint-000003")
     more.hooks.on_update = lambda result: setattr(more.state._stop, "made", more.step == 4)  # in step 5
     more.fit()
+    monkeypatch.setattr(manager, "check_hashes", lambda *read: pytest.fail("the whole checkpoint is read again"))
     cut = _result(more, history)
     assert cut.metrics["step"] == 5 and cut.checkpoint == tmp_path / "checkpoint-000005" and cut.stopped
 

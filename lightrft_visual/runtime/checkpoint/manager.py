@@ -145,7 +145,7 @@ class CheckpointManager:
             write: runs on every rank with the staging folder, to write the rank's own files.
             name: of the folder, such as checkpoint-final, which is never rotated away; None: `checkpoint-<step>`.
             metrics: of the latest evaluation, for `keep_best`; None: there was none.
-            resumable: whether `find_latest` offers it; None: if it is numbered.
+            resumable: whether a run can go on from it; None: if it is numbered.
             model: what the weights belong to, a `fingerprint`.
             behind: return once the files' content is copied. A thread writes them, and `finish` waits for it.
 
@@ -212,15 +212,6 @@ class CheckpointManager:
             self.behind.give_up(LAST_WAIT)
             if self.behind.error is not None:
                 logger.warning("%s is not complete: %s", self.behind.staging, in_words(self.behind.error))
-
-    def find_latest(self) -> Path | None:
-        """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
-        Raises as `candidates`."""
-        for path, content in self.candidates():
-            with _skipped_if_damaged(path):
-                check_hashes(path, content, content["files"])
-                return path
-        return None
 
     def candidates(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Checkpoints to resume from with their manifests, the newest first; hashes are not read. One that misses files
