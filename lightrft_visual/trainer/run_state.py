@@ -225,11 +225,12 @@ class RunState:
         trainer, folder = self.trainer, self.resume_folder
         if folder is None:
             trainer.recorder.cut_back(-1)
+            trainer.console.begin()
             return
         self._read(folder)
         aside = on_rank_0("putting later checkpoints aside", partial(self._later_aside, folder))
         trainer.recorder.cut_back(trainer.step)
-        trainer.console.resumed(trainer.step)
+        trainer.console.begin(trainer.step)
         trainer.console.message(f"resumed from {folder} at step {trainer.step}")
         if aside is not None:
             trainer.console.message(f"checkpoints that were saved after it are in {aside} now")
