@@ -119,7 +119,7 @@ class CheckpointManager:
         for _, mode in pairs:
             if mode not in ("max", "min"):
                 raise ConfigError(f"the best checkpoint is chosen by max or min, not by {mode!r}")
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # a function of the user that runs meanwhile may change the working folder
         self.max_num = max_num
         self.keep_best = pairs
         self.behind: SaveBehind | None = None  # the last save, where it is not known to be complete
