@@ -321,7 +321,7 @@ class PolicyTrainer(ABC):
             self.console.samples(self.step, data.records)
         self.hooks.on_metrics(metrics)
         last, every = self.step == self.settings.total_steps, self.save_every
-        if self.evaluation_due():
+        if self.evaluation_due() and (last or not self.state.stop_requested()):  # else it follows when the run goes on
             self._evaluate()
         if every > 0 and (last or self.step % every == 0):
             with self.timer.phase("save"):  # the last step as well: a finished run can be given more steps

@@ -460,6 +460,17 @@ def test_the_result_of_a_run_says_stopped_on_every_rank_and_not_of_a_signal_in_i
     assert _result(other, _History()).stopped
 
 
+def test_a_signal_in_a_step_leaves_its_evaluation_to_the_run_that_goes_on_but_for_the_last(walk, tmp_path):
+    first = walk(eval_steps=1, save_steps=2)
+    first.hooks.on_update = lambda result: setattr(first.state._stop, "made", first.step == 1)
+    first.fit()
+    again = walk(eval_steps=1, resume=tmp_path / "checkpoint-000002")
+    assert first.evaluated_step == 1 and names_in(tmp_path) == ["checkpoint-000002"]
+    again.hooks.on_update = lambda result: setattr(again.state._stop, "made", True)
+    again.fit()
+    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_an_evaluation_that_a_signal_ended_is_made_when_the_run_goes_on(walk, tmp_path, step):
     def hangs():
