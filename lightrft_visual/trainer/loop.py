@@ -6,7 +6,7 @@ A step is `train_step`, then `sync`; what a step writes, evaluates, saves and su
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,13 +37,15 @@ __all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "RunParts", "StepData"]
 @dataclass
 class LoopSettings:
     """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`;
-    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step."""
+    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step; taken_over: is called once
+    nothing of the checkpoint was refused."""
 
     total_steps: int
     output: OutputConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
     step_size: int = 0
+    taken_over: Callable[[], None] = lambda: None
 
 
 @dataclass(kw_only=True)

@@ -228,6 +228,7 @@ class RunState:
             trainer.console.begin()
             return
         self._read(folder)
+        trainer.settings.taken_over()
         aside = on_rank_0("putting later checkpoints aside", partial(self._later_aside, folder))
         trainer.recorder.cut_back(trainer.step)
         trainer.console.begin(trainer.step)

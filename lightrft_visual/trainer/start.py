@@ -4,7 +4,8 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -131,7 +132,8 @@ def _use_plan(config: AnyConfig) -> None:
 
 
 def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock], sets: Iterable[Any]) -> OpenedRun:
-    """Open what a run writes to, with config.resolved.yaml, env.json and the list of bad rows. Raises ConfigError.
+    """Open what a run writes to, with config.resolved.yaml, which of a run that goes on is written once it does,
+    env.json and the list of bad rows. Raises ConfigError.
 
     Args:
         config: of the run.
@@ -157,13 +159,22 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         (folder / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
     shown = yaml.safe_load(resolved_yaml(config))  # nested, so that W&B can tell runs apart by a setting
     recorder = RunRecorder(output.output_dir, output, config=shown, locks=locks)
-    if collectives.is_rank_0():
-        write_resolved(config, folder / "config.resolved.yaml")
-        if changes := other_settings(before if resumed else {}, flat_config(read_config(folder))):
-            logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
+    write = partial(_write_settings, config, before if resumed else {})
+    if loop.resume_folder is None:
+        write()
     recorder.write_env()
     list_bad_rows(output.output_dir, resumed, *(each.bad for each in sets))
-    return OpenedRun(loop, recorder, PhaseTimer(lambda: get_accelerator().synchronize()), Hooks())
+    timer = PhaseTimer(lambda: get_accelerator().synchronize())
+    return OpenedRun(replace(loop, taken_over=write), recorder, timer, Hooks())
+
+
+def _write_settings(config: AnyConfig, before: Mapping[str, Any]) -> None:
+    """config.resolved.yaml, and a line of what is other than before."""
+    folder = Path(config.output.output_dir)
+    if collectives.is_rank_0():
+        write_resolved(config, folder / "config.resolved.yaml")
+        if changes := other_settings(before, flat_config(read_config(folder))):
+            logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

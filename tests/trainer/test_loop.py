@@ -6,6 +6,7 @@ import signal
 import threading
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -208,8 +209,10 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_aside
     every, earlier = {"save_steps": 1, "eval_steps": 1, "max_ckpt_num": 5}, tmp_path / "checkpoint-000002"
     walk(steps=4, **every).fit()
     again = walk(fails=3, resume=earlier, **every)
+    again.settings.taken_over = Mock()
     with pytest.raises(RuntimeError, match="broken"):
         again.fit()
+    assert again.settings.taken_over.mock_calls == [call()]
     assert resolve_resume("auto", tmp_path) == earlier and any("earlier_runs/run now" in text for text in again.said)
     assert names_in(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
     moved = sorted(path.name for path in (tmp_path / "earlier_runs" / "run").iterdir())

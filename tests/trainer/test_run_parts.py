@@ -98,6 +98,18 @@ def test_other_settings_names_what_a_resumed_run_did_not_have():
     assert other_settings({}, now) == []
 
 
+def test_a_run_that_goes_on_writes_its_settings_once_nothing_of_its_checkpoint_was_refused(tmp_path, caplog):
+    output = OutputConfig(output_dir=str(tmp_path))
+    config = RunConfig(train=TrainConfig(seed=7), output=output)
+    file = write_resolved(RunConfig(output=output), tmp_path / "config.resolved.yaml")
+    before = file.read_text()
+    run = start.open_run(config, LoopSettings(1, output, tmp_path / "checkpoint-000001"), [], [])
+    run.recorder.close()
+    assert file.read_text() == before and "other settings" not in caplog.text
+    run.loop.taken_over()
+    assert "seed: 7" in file.read_text() and "train.seed 42 -> 7" in caplog.text
+
+
 def test_open_run_gives_services_every_setting_by_its_section_without_secrets(tmp_path, monkeypatch):
     given = {}
 
