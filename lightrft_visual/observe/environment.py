@@ -91,7 +91,7 @@ OWN = re.compile(
     r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|env\.json"
     r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
 )
-CHECKPOINTS = re.compile("checkpoint-.+|latest")  # what it writes into a ckpt_path of its own
+CHECKPOINTS = re.compile(r"checkpoint-.+|latest|config\.resolved\.yaml")  # what it writes into a ckpt_path of its own
 
 
 def set_aside(folder: Path, needed: Iterable[Path] = (), written: re.Pattern = OWN) -> Path | None:

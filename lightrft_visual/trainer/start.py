@@ -169,10 +169,11 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
 
 
 def _write_settings(config: AnyConfig, before: Mapping[str, Any]) -> None:
-    """config.resolved.yaml, and a line of what is other than before."""
-    folder = Path(config.output.output_dir)
+    """config.resolved.yaml, beside the checkpoints too, and a line of what is other than before."""
+    folder, output = Path(config.output.output_dir), config.output
     if collectives.is_rank_0():
-        write_resolved(config, folder / "config.resolved.yaml")
+        for each in {output.output_dir, output.ckpt_path or output.output_dir}:
+            write_resolved(config, Path(each) / "config.resolved.yaml")
         if changes := other_settings(before, flat_config(read_config(folder))):
             logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
 

@@ -18,6 +18,7 @@ from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.observe.report.data import flat_config, read_config
 from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer import start
 from lightrft_visual.trainer.diffusion.parts import DiffusionParts
@@ -163,11 +164,16 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     if apart != "run":
         (saved / "checkpoint-500").mkdir()  # of another program
     (saved / "latest").write_text("checkpoint-000020\n")
+    (saved / "config.resolved.yaml").write_text("of: before\n")
     config = RunConfig(model=ModelConfig(pretrain=str(saved / "checkpoint-final")), output=output)
     loop = LoopSettings(1, output, saved / "checkpoint-000020" if resumed else None)
-    start.open_run(config, loop, [], []).recorder.close()
+    run = start.open_run(config, loop, [], [])
+    run.recorder.close()
+    run.loop.taken_over()
+    assert flat_config(read_config(saved))["output.ckpt_path"] == str(saved)  # for who evaluates a checkpoint
     moved = {path.name for path in saved.glob("earlier_runs/run/*")}
-    assert moved == (set() if resumed else {"checkpoint-000020", "checkpoint-best", "latest"})
+    earlier = {"checkpoint-000020", "checkpoint-best", "latest", "config.resolved.yaml"}
+    assert moved == (set() if resumed else earlier)
     assert (saved / "checkpoint-final").is_dir() and (saved / "of others").is_dir()
     assert apart == "run" or (saved / "checkpoint-500").is_dir()
 
