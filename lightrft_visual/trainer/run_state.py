@@ -249,7 +249,7 @@ class RunState:
         lend. Data and rewards may be others now."""
         state = self._state_with_engines(self.resume_folder)
         self.trainer.step = int(state["step"])
-        self.trainer.hooks.load_lending(state["hooks"])
+        self.trainer.hooks.load_state_dict(state["hooks"], lending_alone=True)
 
     def _write(self, folder: Path, changing: Mapping[str, Any]) -> None:
         self.trainer.save_engines(folder)
