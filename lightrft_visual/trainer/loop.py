@@ -246,9 +246,9 @@ class PolicyTrainer(ABC):
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
     def _check_trained(self) -> None:
-        """Raise NonFiniteError where every update of this process was skipped."""
+        """Raise NonFiniteError where every update of a run was skipped. One that goes on has trained before."""
         applied, skipped = self.update_counts[True], self.update_counts[False]
-        if skipped and not applied:
+        if skipped and not applied and self.state.resume_folder is None:
             raise NonFiniteError(
                 f"nothing was trained: in all of {skipped} updates the loss or a gradient was not finite, so the model "
                 "is as it was; metrics.csv and rollouts/ hold what they were made of"
