@@ -223,6 +223,19 @@ def test_a_disk_that_turns_read_only_keeps_the_last_checkpoint(tmp_path, monkeyp
     assert manager.save(3, write_files).name == "checkpoint-000003"
 
 
+def test_a_file_system_that_flushes_no_folders_takes_checkpoints(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def of_files(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(22, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    saved(tmp_path, 1)
+    assert verify(tmp_path / "checkpoint-000001")["step"] == 1
+
+
 def test_a_root_that_cannot_be_made_and_an_empty_save_are_refused(tmp_path):
     (tmp_path.parent / "file").write_text("")
     with pytest.raises(CheckpointError, match="preparing"):
