@@ -92,9 +92,8 @@ OWN = re.compile(
     r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|log\.txt|latest"
     r"|(\.replaced-)?checkpoint-.+"
 )
-CHECKPOINTS = re.compile(
-    r"(\.replaced-)?checkpoint-.+|latest|config\.resolved\.yaml"
-)  # what it writes into a ckpt_path of its own
+# What it writes into a ckpt_path of its own.
+CHECKPOINTS = re.compile(r"(\.replaced-)?checkpoint-.+|latest|config\.resolved\.yaml")
 
 
 def set_aside(folder: Path, needed: Iterable[Path] = (), written: re.Pattern = OWN) -> Path | None:

@@ -240,7 +240,7 @@ class RunState:
 
     def _later_aside(self, folder: Path) -> Path | None:
         """They are of steps that are made anew; else one would be the newest, or the best, until the next save."""
-        names = self.manager.saved_after(folder)
+        names = self.manager.given_up(folder)
         pattern = re.compile("|".join(map(re.escape, [*names, LATEST])))
         return set_aside(self.manager.root, written=pattern) if names else None
 

@@ -6,7 +6,6 @@ complete before, and at most a staging folder that the next save removes. A chec
 file `latest` is a hint for people and other tools.
 """
 
-import itertools
 import logging
 import math
 import os
@@ -228,11 +227,14 @@ class CheckpointManager:
                     check_sizes(path, whole)
                     yield path, whole
 
-    def saved_after(self, path: Path) -> list[str]:
-        """Names of the checkpoints to resume from that are newer than one of them; none for a folder elsewhere."""
-        own = [each for each, content in self._present() if content and content["resumable"]]
-        newer = [each.name for each in itertools.takewhile(lambda each: each.resolve() != path.resolve(), own)]
-        return newer if len(newer) < len(own) else []
+    def given_up(self, path: Path) -> list[str]:
+        """Names of the checkpoints that a run gives up which goes on from one of them: those saved later, but for a
+        best one of the steps until then."""
+        own = [(each, content) for each, content in self._present() if content and content["resumable"]]
+        at = next((number for number, (each, _) in enumerate(own) if each.resolve() == path.resolve()), 0)
+        return [
+            each.name for each, found in own[:at] if NUMBERED.match(each.name) or found["step"] > own[at][1]["step"]
+        ]
 
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.

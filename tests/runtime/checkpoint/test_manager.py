@@ -223,6 +223,15 @@ def test_a_disk_that_turns_read_only_keeps_the_last_checkpoint(tmp_path, monkeyp
     assert manager.save(3, write_files).name == "checkpoint-000003"
 
 
+def test_a_run_that_goes_on_gives_up_what_was_saved_later_but_for_a_best_one_of_its_own_steps(tmp_path):
+    manager = saved(tmp_path, 1, 2)
+    first, second = (tmp_path / f"checkpoint-00000{step}" for step in (1, 2))
+    for step, by_first in ((1, [second.name]), (3, ["checkpoint-best", second.name])):
+        manager.save(step, write_files, name="checkpoint-best", resumable=True)
+        assert manager.given_up(first) == by_first and manager.given_up(second) == by_first[:-1]
+    assert manager.given_up(tmp_path / "elsewhere" / first.name) == []
+
+
 def test_a_file_system_that_flushes_no_folders_takes_checkpoints(tmp_path, monkeypatch):
     fsync = os.fsync
 
