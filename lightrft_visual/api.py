@@ -421,8 +421,12 @@ def _by_step(file: Path) -> list[dict[str, float]]:
 
 
 def _result(trainer: Any, history: _History) -> Result:
+    from .runtime.checkpoint.manager import on_rank_0
+
     folder, state = Path(trainer.settings.output.output_dir), trainer.state
-    checkpoint = state.exported or state.manager.find_latest()  # an earlier run's export may lie beside it
+    checkpoint = state.exported or on_rank_0(  # an earlier run's export may lie beside it
+        "looking for the newest checkpoint", lambda: next(state.manager.candidates(), (None,))[0]
+    )
     report = folder / "report.html"
     steps, evaluations = (
         [each for each in before if not own or each["step"] < own[0]["step"]] + own

@@ -11,7 +11,6 @@ rollouts of each finished step, and a checkpoint that is complete. The exit code
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -310,8 +309,7 @@ def finished_steps(out: Path) -> list[int]:
     from lightrft_visual.runtime.checkpoint.manager import CheckpointManager
     from lightrft_visual.runtime.files import read_jsonl
 
-    latest = CheckpointManager(out).find_latest()
-    step = json.loads((latest / "manifest.json").read_text())["step"] if latest else 0
+    step = next((content["step"] for _, content in CheckpointManager(out).candidates()), 0)
     return [len(read_jsonl(out / "metrics.jsonl")), len(list((out / "rollouts").glob("step_*.jsonl"))), step]
 
 

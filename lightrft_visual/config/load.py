@@ -22,7 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError, nearest, refused_as, writable
-from ..runtime.files import Escaped, compose_yaml
+from ..runtime.files import Escaped, compose_yaml, write_atomic
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.start_up import open_closed_streams
 from . import registry
@@ -493,8 +493,6 @@ def _secrets(node: yaml.Node | None, name: str = "", depth: int = 0) -> Iterator
 
 
 def write_resolved(config: Any, path: str | os.PathLike[str]) -> Path:
-    """Write resolved_yaml to a file, making its folder. Returns the path."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(resolved_yaml(config), encoding="utf-8")
-    return file
+    """Write resolved_yaml to a file, as a whole, making its folder. Returns the path."""
+    write_atomic(Path(path), resolved_yaml(config))
+    return Path(path)

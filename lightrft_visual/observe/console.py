@@ -119,15 +119,21 @@ class RunConsole:
         self._progress: Progress | None = None
         self._began, self._resumed_at = time.monotonic(), 0
         self._first: tuple[int, float] | None = None  # step finished first, and when
-        if self.active and self._console.is_terminal:
-            self._start_bar()
 
-    def _start_bar(self) -> None:
+    def begin(self, step: int = 0) -> None:
+        """Show the bar, where a run begins or a resumed one continues. `step` counts finished steps."""
+        self._resumed_at = step
+        self._start_bar(step)
+
+    def _start_bar(self, step: int) -> None:
+        if not (self.active and self._console.is_terminal):
+            return
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[cyan]{task.fields[left]}"))
         text = TextColumn("[bold]{task.description}")
         self._progress = Progress(text, *columns, console=self._console, transient=True)
-        self._task = self._progress.add_task(self.title or "training", total=self.total, left="")
+        self._task = self._progress.add_task(self.title or "training", total=self.total, completed=step, left="")
         self._progress.start()
+        self._console.show_cursor()  # which a process that is killed would leave hidden
 
     def message(self, text: str) -> None:
         """One line."""
@@ -143,6 +149,8 @@ class RunConsole:
         done, since = step - self._first[0], now - self._first[1]
         if self.total and done and step < self.total:  # by the pace so far, evaluations and checkpoints included
             left = f"  {clock(since / done * (self.total - step))} left"
+        if self._progress is None:
+            self._start_bar(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, left=left)
         if step % self.line_every == 0 or step == self.total:
@@ -167,12 +175,6 @@ class RunConsole:
                 before = f"{short(first[name])} -> " if name in first else ""
                 parts.append(f"{name.replace('_', ' ')} {before}{short(metrics[name])}")
         self.message("; ".join([*parts, *(f"{name} {path}" for name, path in files.items())]))
-
-    def resumed(self, step: int) -> None:
-        """Put the bar where a resumed run continues."""
-        self._resumed_at = step
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line with every evaluation metric."""

@@ -89,9 +89,11 @@ ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
     r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|env\.json"
-    r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
+    r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|log\.txt|latest"
+    r"|(\.replaced-)?checkpoint-.+"
 )
-CHECKPOINTS = re.compile("checkpoint-.+|latest")  # what it writes into a ckpt_path of its own
+# What it writes into a ckpt_path of its own.
+CHECKPOINTS = re.compile(r"(\.replaced-)?checkpoint-.+|latest|config\.resolved\.yaml")
 
 
 def set_aside(folder: Path, needed: Iterable[Path] = (), written: re.Pattern = OWN) -> Path | None:
@@ -132,7 +134,7 @@ def holds_results(folder: Path) -> bool:
 def _is_result(path: Path) -> bool:
     if path.suffix == ".csv":
         return len(path.read_text(encoding="utf-8", errors="replace").splitlines()) > 1
-    return path.name.startswith("checkpoint-")
+    return path.name.removeprefix(".replaced-").startswith("checkpoint-")
 
 
 def _name(folder: Path) -> str:

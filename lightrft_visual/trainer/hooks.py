@@ -291,9 +291,12 @@ class Hooks:
             except CheckpointError as error:
                 raise ConfigError(str(error)) from error
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
+    def load_state_dict(self, state: Mapping[str, Any], lending_alone: bool = False) -> None:
+        """Go on from `state_dict`'s. lending_alone: only hooks that lend weights."""
+        default = StepHook.weights_for
         for name, hook in self._named():
+            if lending_alone and getattr(type(hook), "weights_for", default) is default:
+                continue
             if state.get(name) is not None and hasattr(hook, "load_state_dict"):
                 try:
                     hook.load_state_dict(state[name])
@@ -302,13 +305,6 @@ class Hooks:
                     raise CheckpointError(f"{told} {', '.join(map(str, state[name])) or 'nothing'}") from error
             elif hasattr(hook, "missing_state"):
                 hook.missing_state()
-
-    def load_lending(self, state: Mapping[str, Any]) -> None:
-        """As `load_state_dict`, of hooks that lend weights alone."""
-        for name, hook in self._named():
-            lends = getattr(type(hook), "weights_for", StepHook.weights_for) is not StepHook.weights_for
-            if lends and state.get(name) is not None:
-                hook.load_state_dict(state[name])
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What `load_state_dict` takes on this rank, of the states of another number of ranks."""

@@ -6,7 +6,7 @@ A step is `train_step`, then `sync`; what a step writes, evaluates, saves and su
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,12 +37,15 @@ __all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "RunParts", "StepData"]
 @dataclass
 class LoopSettings:
     """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`;
-    model: what is trained, as a `fingerprint`."""
+    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step; taken_over: is called once
+    nothing of the checkpoint was refused."""
 
     total_steps: int
     output: OutputConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
+    step_size: int = 0
+    taken_over: Callable[[], None] = lambda: None
 
 
 @dataclass(kw_only=True)
@@ -243,9 +246,9 @@ class PolicyTrainer(ABC):
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
     def _check_trained(self) -> None:
-        """Raise NonFiniteError where every update of this process was skipped."""
+        """Raise NonFiniteError where every update of a run was skipped. One that goes on has trained before."""
         applied, skipped = self.update_counts[True], self.update_counts[False]
-        if skipped and not applied:
+        if skipped and not applied and self.state.resume_folder is None:
             raise NonFiniteError(
                 f"nothing was trained: in all of {skipped} updates the loss or a gradient was not finite, so the model "
                 "is as it was; metrics.csv and rollouts/ hold what they were made of"
@@ -320,7 +323,7 @@ class PolicyTrainer(ABC):
             self.console.samples(self.step, data.records)
         self.hooks.on_metrics(metrics)
         last, every = self.step == self.settings.total_steps, self.save_every
-        if self.evaluation_due():
+        if self.evaluation_due() and (last or not self.state.stop_requested()):  # else it follows when the run goes on
             self._evaluate()
         if every > 0 and (last or self.step % every == 0):
             with self.timer.phase("save"):  # the last step as well: a finished run can be given more steps

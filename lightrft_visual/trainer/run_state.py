@@ -1,8 +1,10 @@
 """Saving, resuming and stopping a run, between the loop and the checkpoint manager."""
 
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
+from ..observe.environment import set_aside
 from ..runtime import collectives
 from ..runtime.checkpoint.manager import (
+    LATEST,
     CheckpointManager,
     check_shared,
     on_rank_0,
@@ -216,29 +220,42 @@ class RunState:
         self.exported = final.save(self.trainer.step, self.trainer.export, name=folder.name, metrics=metrics)
 
     def resume(self) -> None:
-        """Continue from the checkpoint, or start afresh; either way rows and rollouts of later steps go."""
-        trainer = self.trainer
-        if self.resume_folder is None:
+        """Continue from the checkpoint, or start afresh; either way rows and rollouts of later steps go, and later
+        checkpoints are put aside."""
+        trainer, folder = self.trainer, self.resume_folder
+        if folder is None:
             trainer.recorder.cut_back(-1)
+            trainer.console.begin()
             return
-        self._read(self.resume_folder)
+        self._read(folder)
+        trainer.settings.taken_over()
+        aside = on_rank_0("putting later checkpoints aside", partial(self._later_aside, folder))
         trainer.recorder.cut_back(trainer.step)
-        trainer.console.resumed(trainer.step)
-        trainer.console.message(f"resumed from {self.resume_folder} at step {trainer.step}")
+        trainer.console.begin(trainer.step)
+        trainer.console.message(f"resumed from {folder} at step {trainer.step}")
+        if aside is not None:
+            trainer.console.message(f"checkpoints that were saved after it are in {aside} now")
         if trainer.step >= trainer.settings.total_steps:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
+
+    def _later_aside(self, folder: Path) -> Path | None:
+        """They are of steps that are made anew; else one would be the newest, or the best, until the next save."""
+        names = self.manager.given_up(folder)
+        pattern = re.compile("|".join(map(re.escape, [*names, LATEST])))
+        return set_aside(self.manager.root, written=pattern) if names else None
 
     def take_weights(self) -> None:
         """Only what is evaluated of the checkpoint to resume from: the weights and their step, and those that hooks
         lend. Data and rewards may be others now."""
         state = self._state_with_engines(self.resume_folder)
         self.trainer.step = int(state["step"])
-        self.trainer.hooks.load_lending(state["hooks"])
+        self.trainer.hooks.load_state_dict(state["hooks"], lending_alone=True)
 
     def _write(self, folder: Path, changing: Mapping[str, Any]) -> None:
         self.trainer.save_engines(folder)
         state = {
             "step": self.trainer.step,
+            "step_size": self.trainer.settings.step_size,
             "world_size": collectives.world_size(),
             "nonfinite_in_a_row": self.trainer.nonfinite_streaks,
             "latest_eval": self.trainer.latest_eval,
@@ -276,7 +293,12 @@ class RunState:
         }
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        self.trainer.step = int(state["step"])
+        step, settings = int(state["step"]), self.trainer.settings
+        was, now = state.get("step_size"), settings.step_size  # earlier versions kept none
+        if was not in (None, now) and self.trainer.config.train.max_steps < 1:
+            told = f"num_episodes counted steps of {was} prompts, and now they are of {now}: say how many the run has"
+            raise ConfigError(f"{told}, --max_steps {step + settings.total_steps - step * was // now}")
+        self.trainer.step = step
         skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone
         self.trainer.nonfinite_streaks.update(skipped if isinstance(skipped, Mapping) else {"": int(skipped)})
         self.trainer.latest_eval = dict(state["latest_eval"])

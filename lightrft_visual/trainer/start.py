@@ -4,7 +4,8 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +35,7 @@ from ..runtime.files import FolderLock
 from ..runtime.phase_timer import PhaseTimer
 from .hooks import Hooks
 from .loop import LoopSettings
+from .run_state import final_folder
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
@@ -130,37 +132,50 @@ def _use_plan(config: AnyConfig) -> None:
 
 
 def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock], sets: Iterable[Any]) -> OpenedRun:
-    """Open what a run writes to, with config.resolved.yaml, env.json and the list of bad rows. Raises ConfigError.
+    """Open what a run writes to, with config.resolved.yaml, which of a run that goes on is written once it does,
+    env.json and the list of bad rows. Raises ConfigError.
 
     Args:
         config: of the run.
-        loop: where it goes on from a checkpoint; else what an earlier run left in its folders is put aside.
+        loop: where it goes on from a checkpoint of the run in its folders; else what that left there is put aside.
         locks: of its folders; the recorder releases them when it is closed.
         sets: of data, whose bad rows are listed.
     """
-    output, resumed = config.output, loop.resume_folder is not None
-    read, rollouts = paths_read(config), Path(output.output_dir, ROLLOUTS).resolve()
-    if inside := [str(path) for path in read if path.resolve().is_relative_to(rollouts)]:
-        told = "the run writes and removes files there; name another output_dir, or move what it reads"
+    output, folder = config.output, Path(config.output.output_dir)
+    read, own = paths_read(config), [Path(folder, ROLLOUTS).resolve(), final_folder(output).resolve()]
+    if inside := [str(path) for path in read if any(path.resolve().is_relative_to(each) for each in own)]:
+        told = "the run replaces or removes files there; name another output_dir or save_path, or move what it reads"
         raise ConfigError(f"{', '.join(inside)}: {told}")
+    before = flat_config(read_config(folder)) if collectives.is_rank_0() else {}
+    saving = {Path(each).resolve() for each in (folder, output.ckpt_path, before.get("output.ckpt_path")) if each}
+    resumed = loop.resume_folder is not None and loop.resume_folder.parent.resolve() in saving
     if collectives.is_rank_0() and not resumed:
         saved = Path(output.ckpt_path or output.output_dir)
         others = [path for path in saved.glob("checkpoint-*") if not (path / MANIFEST).exists()]
-        for folder, left, names in ((Path(output.output_dir), read, OWN), (saved, [*read, *others], CHECKPOINTS)):
-            aside = set_aside(folder, left, names)
+        for used, left, names in ((folder, read, OWN), (saved, [*read, *others], CHECKPOINTS)):
+            aside = set_aside(used, left, names)
             if aside is not None:
-                logger.warning("%s held an earlier run; its files are in %s now", folder, aside)
-        (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
+                logger.warning("%s held an earlier run; its files are in %s now", used, aside)
+        (folder / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
     shown = yaml.safe_load(resolved_yaml(config))  # nested, so that W&B can tell runs apart by a setting
     recorder = RunRecorder(output.output_dir, output, config=shown, locks=locks)
-    if collectives.is_rank_0():
-        before = flat_config(read_config(Path(output.output_dir))) if resumed else {}
-        write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
-        if changes := other_settings(before, flat_config(read_config(Path(output.output_dir)))):
-            logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
+    write = partial(_write_settings, config, before if resumed else {})
+    if loop.resume_folder is None:
+        write()
     recorder.write_env()
     list_bad_rows(output.output_dir, resumed, *(each.bad for each in sets))
-    return OpenedRun(loop, recorder, PhaseTimer(lambda: get_accelerator().synchronize()), Hooks())
+    timer = PhaseTimer(lambda: get_accelerator().synchronize())
+    return OpenedRun(replace(loop, taken_over=write), recorder, timer, Hooks())
+
+
+def _write_settings(config: AnyConfig, before: Mapping[str, Any]) -> None:
+    """config.resolved.yaml, beside the checkpoints too, and a line of what is other than before."""
+    folder, output = Path(config.output.output_dir), config.output
+    if collectives.is_rank_0():
+        for each in {output.output_dir, output.ckpt_path or output.output_dir}:
+            write_resolved(config, Path(each) / "config.resolved.yaml")
+        if changes := other_settings(before, flat_config(read_config(folder))):
+            logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -73,9 +73,23 @@ def test_the_bar_tells_the_time_left_that_the_line_tells_also_of_slow_steps(monk
     assert "step 3/83  53:20 left" in stream.getvalue()
 
 
+def test_a_run_that_never_begins_leaves_the_terminal_alone_and_one_that_does_keeps_its_cursor(monkeypatch):
+    """As of evaluations and samples, which nothing closes the bar behind."""
+    stream, before = io.StringIO(), sys.stdout
+    stream.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    console = RunConsole(83, stream=stream, active=True)
+    assert stream.getvalue() == "" and sys.stdout is before
+    console.begin(2)
+    shown = stream.getvalue()
+    console.close()
+    assert "2/83" in stream.getvalue() and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert sys.stdout is before
+
+
 def test_the_last_line_of_a_resumed_run_tells_the_steps_that_its_time_is_of():
     console, stream = lines()
-    console.resumed(3)
+    console.begin(3)
     console.done(4, {}, {}, {})
     console.done(10, {}, {}, {})
     assert stream.getvalue() == "done: step 4, 1 step in 0:00\ndone: step 10, 7 steps in 0:00\n"

@@ -17,6 +17,8 @@ def run_folder(folder):
     (folder / "env.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00"}))
     for name in (ALARMS, GOLD, EVALUATIONS):
         (folder / name).write_text('{"step": 1}\n')
+    (folder / ".replaced-checkpoint-000004").mkdir()  # of a run that was killed while it saved
+    (folder / "log.txt").write_text("of libraries")
     (folder / "my_notes.txt").write_text("mine")
     return folder
 
@@ -42,10 +44,12 @@ def test_two_runs_of_one_name_do_not_meet(tmp_path):
     assert set_aside(unreadable) == unreadable / "earlier_runs" / "run"
 
 
-def test_a_run_that_never_made_a_step_is_no_run(tmp_path):
+def test_a_run_that_never_made_a_step_is_no_run_and_one_that_was_killed_while_it_saved_is(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss\n")
     (tmp_path / "env.json").write_text("{}")
     assert set_aside(tmp_path) is None
+    (tmp_path / ".replaced-checkpoint-000004").mkdir()
+    assert set_aside(tmp_path) is not None
     assert set_aside(tmp_path / "not there") is None
 
 

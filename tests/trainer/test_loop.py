@@ -6,6 +6,7 @@ import signal
 import threading
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -25,6 +26,7 @@ from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.metrics import CsvSink
 from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.runtime.checkpoint import manager
 from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
 from lightrft_visual.runtime.files import read_jsonl, remove_folder
@@ -130,18 +132,20 @@ def names_in(folder):
 
 
 @pytest.mark.parametrize(
-    ("applied", "begun", "told"),
+    ("applied", "goes_on", "told"),
     [
-        ([False, False], 0, "nothing was trained: in all of 2 updates .* not finite"),
-        ([False], 1, "nothing was trained: in all of 1 updates"),  # from a checkpoint
-        ([True, False], 0, None),
+        ([False, False], False, "nothing was trained: in all of 2 updates .* not finite"),
+        ([False], True, None),  # from a checkpoint, so that the model is not as it was
+        ([True, False], False, None),
     ],
 )
 def test_a_run_whose_every_update_was_skipped_ends_as_a_failure_and_is_not_exported(
-    walk, tmp_path, applied, begun, told
+    walk, tmp_path, applied, goes_on, told
 ):
-    trainer, results = walk(steps=2), iter(applied)
-    trainer.step, train_step = begun, trainer.train_step
+    if goes_on:
+        walk(steps=1, save_steps=1, save_path=str(tmp_path / "of one step")).fit()
+    trainer, results = walk(steps=2, resume=tmp_path / "checkpoint-000001" if goes_on else None), iter(applied)
+    train_step = trainer.train_step
 
     def step():
         data = train_step()
@@ -183,11 +187,38 @@ def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_poli
     assert {"critic_": 0} | trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
 
 
+def test_a_run_by_episodes_that_goes_on_with_another_size_is_told_how_many_steps_it_has(walk):
+    """Of 100 prompts it made 5 steps of 10; the other 50 are 3 steps of 20, and the new count of all 100 is 5."""
+    trainer = walk(steps=5)
+    trainer.settings.step_size, state = 20, {"step": 5, "step_size": 10}
+    trainer.config = SimpleNamespace(train=SimpleNamespace(max_steps=-1))
+    with pytest.raises(ConfigError, match="num_episodes counted steps of 10 prompts, .* of 20: .* --max_steps 8"):
+        trainer.state._take_over(state)
+    trainer.config.train.max_steps = 8
+    with pytest.raises(KeyError, match="nonfinite"):  # it goes on to take what else a state holds
+        trainer.state._take_over(state)
+
+
 def test_the_last_line_of_a_resumed_run_begins_at_the_evaluation_before_its_first_step(walk, tmp_path):
     walk(steps=1, eval_steps=1, save_steps=1).fit()
     resumed = walk(resume=tmp_path / "checkpoint-000001", eval_steps=1)
     resumed.fit()
     assert "eval reward 0.0625 -> 0.25" in resumed.said[-1]
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_aside(walk, tmp_path):
+    """One that fails before its own first save goes on from the same checkpoint, and none of the others is its best."""
+    every, earlier = {"save_steps": 1, "eval_steps": 1, "max_ckpt_num": 5}, tmp_path / "checkpoint-000002"
+    walk(steps=4, **every).fit()
+    again = walk(fails=3, resume=earlier, **every)
+    again.settings.taken_over = Mock()
+    with pytest.raises(RuntimeError, match="broken"):
+        again.fit()
+    assert again.settings.taken_over.mock_calls == [call()]
+    assert resolve_resume("auto", tmp_path) == earlier and any("earlier_runs/run now" in text for text in again.said)
+    assert names_in(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
+    moved = sorted(path.name for path in (tmp_path / "earlier_runs" / "run").iterdir())
+    assert moved == ["checkpoint-000003", "checkpoint-000004", "latest"]
 
 
 @pytest.mark.parametrize("fails", ["none", "hooks", "policy", "rewards"])
@@ -408,7 +439,9 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     assert resumed.weights == 3 and len(begun) == 1  # that of the last step; the first one is not made again
 
 
-def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an_earlier_export(walk, tmp_path):
+def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an_earlier_export(
+    walk, tmp_path, monkeypatch
+):
     first, history = walk(save_steps=1), _History()
     first.fit()
     done = _result(first, history)
@@ -416,6 +449,7 @@ def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an
     more = walk(steps=6, save_steps=1, resume=tmp_path / "checkpoint-000003")
     more.hooks.on_update = lambda result: setattr(more.state._stop, "made", more.step == 4)  # in step 5
     more.fit()
+    monkeypatch.setattr(manager, "check_hashes", lambda *read: pytest.fail("the whole checkpoint is read again"))
     cut = _result(more, history)
     assert cut.metrics["step"] == 5 and cut.checkpoint == tmp_path / "checkpoint-000005" and cut.stopped
 
@@ -429,6 +463,17 @@ def test_the_result_of_a_run_says_stopped_on_every_rank_and_not_of_a_signal_in_i
     other.state.stop_requested = lambda: True  # as another rank was asked
     other.fit()
     assert _result(other, _History()).stopped
+
+
+def test_a_signal_in_a_step_leaves_its_evaluation_to_the_run_that_goes_on_but_for_the_last(walk, tmp_path):
+    first = walk(eval_steps=1, save_steps=2)
+    first.hooks.on_update = lambda result: setattr(first.state._stop, "made", first.step == 1)
+    first.fit()
+    again = walk(eval_steps=1, resume=tmp_path / "checkpoint-000002")
+    assert first.evaluated_step == 1 and names_in(tmp_path) == ["checkpoint-000002"]
+    again.hooks.on_update = lambda result: setattr(again.state._stop, "made", True)
+    again.fit()
+    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -17,6 +18,7 @@ from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.observe.report.data import flat_config, read_config
 from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer import start
 from lightrft_visual.trainer.diffusion.parts import DiffusionParts
@@ -97,6 +99,18 @@ def test_other_settings_names_what_a_resumed_run_did_not_have():
     assert other_settings({}, now) == []
 
 
+def test_a_run_that_goes_on_writes_its_settings_once_nothing_of_its_checkpoint_was_refused(tmp_path, caplog):
+    output = OutputConfig(output_dir=str(tmp_path))
+    config = RunConfig(train=TrainConfig(seed=7), output=output)
+    file = write_resolved(RunConfig(output=output), tmp_path / "config.resolved.yaml")
+    before = file.read_text()
+    run = start.open_run(config, LoopSettings(1, output, tmp_path / "checkpoint-000001"), [], [])
+    run.recorder.close()
+    assert file.read_text() == before and "other settings" not in caplog.text
+    run.loop.taken_over()
+    assert "seed: 7" in file.read_text() and "train.seed 42 -> 7" in caplog.text
+
+
 def test_open_run_gives_services_every_setting_by_its_section_without_secrets(tmp_path, monkeypatch):
     given = {}
 
@@ -142,20 +156,40 @@ def test_start_strategy_what_accumulation_said_is_the_size_that_the_resolved_fil
 @pytest.mark.parametrize("apart", ["checkpoints", "run/checkpoints", "run"])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_on_does_not(tmp_path, apart, resumed):
-    saved, output = tmp_path / apart, OutputConfig(output_dir=str(tmp_path / "run"), ckpt_path=str(tmp_path / apart))
+    saved, folders = tmp_path / apart, {"output_dir": "run", "ckpt_path": apart, "save_path": "model"}
+    output = OutputConfig(**{name: str(tmp_path / folder) for name, folder in folders.items()})
     for name in ("checkpoint-000020", "checkpoint-best", "checkpoint-final", "of others"):
         (saved / name).mkdir(parents=True)
         (saved / name / "manifest.json").touch()
     if apart != "run":
         (saved / "checkpoint-500").mkdir()  # of another program
     (saved / "latest").write_text("checkpoint-000020\n")
+    (saved / "config.resolved.yaml").write_text("of: before\n")
     config = RunConfig(model=ModelConfig(pretrain=str(saved / "checkpoint-final")), output=output)
     loop = LoopSettings(1, output, saved / "checkpoint-000020" if resumed else None)
-    start.open_run(config, loop, [], []).recorder.close()
+    run = start.open_run(config, loop, [], [])
+    run.recorder.close()
+    run.loop.taken_over()
+    assert flat_config(read_config(saved))["output.ckpt_path"] == str(saved)  # for who evaluates a checkpoint
     moved = {path.name for path in saved.glob("earlier_runs/run/*")}
-    assert moved == (set() if resumed else {"checkpoint-000020", "checkpoint-best", "latest"})
+    earlier = {"checkpoint-000020", "checkpoint-best", "latest", "config.resolved.yaml"}
+    assert moved == (set() if resumed else earlier)
     assert (saved / "checkpoint-final").is_dir() and (saved / "of others").is_dir()
     assert apart == "run" or (saved / "checkpoint-500").is_dir()
+
+
+@pytest.mark.parametrize(("resumed", "kept"), [("run", True), ("moved", True), ("other", False)])
+def test_a_run_that_goes_on_keeps_what_its_folder_holds_and_one_that_goes_on_from_another_run_does_not(
+    tmp_path, resumed, kept
+):
+    folder, output = tmp_path / "run", OutputConfig(str(tmp_path / "run"))
+    before = replace(output, ckpt_path=str(tmp_path / "moved"))
+    write_resolved(RunConfig(output=before), folder / "config.resolved.yaml")
+    (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    (folder / "alarms.jsonl").touch()
+    loop = LoopSettings(1, output, tmp_path / resumed / "checkpoint-000001")
+    start.open_run(RunConfig(output=output), loop, [], []).recorder.close()
+    assert (folder / "alarms.jsonl").exists() == kept == (not (folder / "earlier_runs" / "run").exists())
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -169,6 +203,16 @@ def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_rem
     with pytest.raises(ConfigError, match=r"step_000100.jsonl: .* output_dir"):
         start.open_run(config, LoopSettings(1, output, tmp_path if resumed else None), [], [])
     assert drawn.is_file() and (tmp_path / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize(("save_path", "read"), [(None, "run/checkpoint-final"), ("mine", "mine/vae")])
+def test_a_run_that_reads_what_its_export_would_replace_is_refused_before_it_moves_anything(tmp_path, save_path, read):
+    (tmp_path / "run" / "checkpoint-000001").mkdir(parents=True)
+    output = OutputConfig(str(tmp_path / "run"), save_path=save_path and str(tmp_path / save_path))
+    config = RunConfig(model=ModelConfig(pretrain=str(tmp_path / read)), output=output)
+    with pytest.raises(ConfigError, match=f"{read}: the run replaces .* save_path"):
+        start.open_run(config, LoopSettings(1, output), [], [])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
 
 
 @pytest.mark.parametrize("kind", [VLParts, DiffusionParts])

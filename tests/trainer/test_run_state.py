@@ -95,7 +95,7 @@ class Trainer:
         self.step, self.evaluated_step, self.nonfinite_streaks = 0, -1, {"": 0}
         self.latest_eval: dict[str, float] = {}
         self.first_eval: dict[str, float] = {}
-        self.settings = SimpleNamespace(model=None)
+        self.settings = SimpleNamespace(model=None, step_size=0)
         self.hooks, self.told = Hooks(), []
         self.console = SimpleNamespace(message=self.told.append, output=SimpleNamespace(lost=None))
 

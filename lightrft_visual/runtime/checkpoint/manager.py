@@ -118,7 +118,7 @@ class CheckpointManager:
         for _, mode in pairs:
             if mode not in ("max", "min"):
                 raise ConfigError(f"the best checkpoint is chosen by max or min, not by {mode!r}")
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # a function of the user that runs meanwhile may change the working folder
         self.max_num = max_num
         self.keep_best = pairs
         self.behind: SaveBehind | None = None  # the last save, where it is not known to be complete
@@ -144,7 +144,7 @@ class CheckpointManager:
             write: runs on every rank with the staging folder, to write the rank's own files.
             name: of the folder, such as checkpoint-final, which is never rotated away; None: `checkpoint-<step>`.
             metrics: of the latest evaluation, for `keep_best`; None: there was none.
-            resumable: whether `find_latest` offers it; None: if it is numbered.
+            resumable: whether a run can go on from it; None: if it is numbered.
             model: what the weights belong to, a `fingerprint`.
             behind: return once the files' content is copied. A thread writes them, and `finish` waits for it.
 
@@ -212,15 +212,6 @@ class CheckpointManager:
             if self.behind.error is not None:
                 logger.warning("%s is not complete: %s", self.behind.staging, in_words(self.behind.error))
 
-    def find_latest(self) -> Path | None:
-        """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
-        Raises as `candidates`."""
-        for path, content in self.candidates():
-            with _skipped_if_damaged(path):
-                check_hashes(path, content, content["files"])
-                return path
-        return None
-
     def candidates(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Checkpoints to resume from with their manifests, the newest first; hashes are not read. One that misses files
         is skipped with a warning.
@@ -235,6 +226,15 @@ class CheckpointManager:
                     whole = content or read_manifest(path)
                     check_sizes(path, whole)
                     yield path, whole
+
+    def given_up(self, path: Path) -> list[str]:
+        """Names of the checkpoints that a run gives up which goes on from one of them: those saved later, but for a
+        best one of the steps until then."""
+        own = [(each, content) for each, content in self._present() if content and content["resumable"]]
+        at = next((number for number, (each, _) in enumerate(own) if each.resolve() == path.resolve()), 0)
+        return [
+            each.name for each, found in own[:at] if NUMBERED.match(each.name) or found["step"] > own[at][1]["step"]
+        ]
 
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.

@@ -103,7 +103,7 @@ def _built(
     gold = _gold(judged, strategy, golden, eval_prompts, task, resources)
     check_placed(resources, rewards, gold.rewards if gold is not None else None)
     algorithm, total_steps, loss = config.algorithm.entry, _total_steps(config, len(prompts)), loss_of(config)
-    loop = LoopSettings(total_steps, config.output, resume_folder, fingerprinted)
+    loop = LoopSettings(total_steps, config.output, resume_folder, fingerprinted, config.sampling.rollout_batch_size)
     run = open_run(config, loop, locks, sets)
     log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
     policy, engine = _policy(config, strategy, algorithm, total_steps)

@@ -95,7 +95,8 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
-    run = open_run(config, LoopSettings(total_steps, config.output, resume_folder, model), locks, sets)
+    loop = LoopSettings(total_steps, config.output, resume_folder, model, sampler.batch_size)
+    run = open_run(config, loop, locks, sets)
     resources = config.distributed.resources
     gold = None if judged is None else _scorer(judged, strategy, checkpoint, golden, resources=resources)
     check_placed(resources, rewards, gold)

@@ -217,7 +217,7 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
         )
         dataset, eval_set = datasets_of(config.data, checks)
     steps, sampler = prompt_schedule(config, dataset, _fitted_size(config, dataset))
-    loop = LoopSettings(steps, config.output, resume_folder, model)
+    loop = LoopSettings(steps, config.output, resume_folder, model, sampler.batch_size)
     run = open_run(config, loop, locks, [each for each in (dataset, eval_set) if each is not None])
     log_stage("loading the model")
     actor, _ = load_actor(config, strategy, checkpoint, steps)

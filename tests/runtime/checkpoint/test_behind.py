@@ -48,10 +48,26 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
+def test_a_save_behind_the_run_of_a_relative_folder_is_complete_while_the_working_folder_is_another(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    manager, gate = CheckpointManager("run"), Gate()
+    manager.save(1, gate, behind=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")  # as a reward function may, inside
+    gate.open.set()
+    assert manager.behind.written.wait(20)
+    manager.behind.join()
+    monkeypatch.chdir(tmp_path)
+    manager.finish()
+    assert verify(tmp_path / "run" / "checkpoint-000001")["step"] == 1
+
+
 def test_a_save_behind_the_run_is_no_checkpoint_until_all_is_written(tmp_path):
     manager, gate = CheckpointManager(tmp_path), Gate()
     manager.save(1, gate, behind=True)
-    assert names(tmp_path) == [".staging-checkpoint-000001"] and manager.find_latest() is None
+    assert names(tmp_path) == [".staging-checkpoint-000001"] and not [*manager.candidates()]
     gate.open.set()
     manager.finish()
     assert names(tmp_path) == ["checkpoint-000001", "latest"]

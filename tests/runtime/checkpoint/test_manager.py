@@ -85,9 +85,9 @@ def test_named_checkpoints_neither_rotate_nor_are_rotated_nor_resumed(tmp_path):
     (tmp_path / ".staging-other-model").mkdir()  # of another run
     CheckpointManager(tmp_path, max_num=1).save(2, write_files, name="checkpoint-final")
     assert folders(tmp_path) == [".staging-other-model", "checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
-    manager = saved(tmp_path, 3, 4, max_num=1)
+    saved(tmp_path, 3, 4, max_num=1)
     assert {"checkpoint-000004", "checkpoint-final"} == {name for name in folders(tmp_path) if name[0] != "."}
-    assert manager.find_latest() == tmp_path / "checkpoint-000004"
+    assert resolve_resume("auto", tmp_path) == tmp_path / "checkpoint-000004"
     with pytest.raises(CheckpointError, match="exported model"):
         resolve_resume(str(tmp_path / "checkpoint-final"), tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path):
 def test_half_a_checkpoint_over_which_a_run_resumed_is_put_aside_when_its_step_is_saved(tmp_path):
     manager = saved(tmp_path, 1, 2)
     (tmp_path / "checkpoint-000002" / MANIFEST).unlink()
-    assert manager.find_latest().name == "checkpoint-000001"
+    assert resolve_resume("auto", tmp_path).name == "checkpoint-000001"
     manager.save(2, write_files)
     assert verify(tmp_path / "checkpoint-000002")["step"] == 2
     (aside,) = tmp_path.glob("checkpoint-000002.incomplete-*")
@@ -135,7 +135,7 @@ def test_a_new_run_in_an_old_folder_does_not_lose_to_old_checkpoints_and_leaves_
     foreign.mkdir()
     (foreign / "mine").write_text("precious")
     manager = saved(tmp_path, 10)
-    assert manager.find_latest() == tmp_path / "checkpoint-000010"
+    assert resolve_resume("auto", tmp_path) == tmp_path / "checkpoint-000010"
     assert folders(tmp_path) == [foreign.name, "checkpoint-000010", "checkpoint-000090", "checkpoint-000100"]
     assert (foreign / "mine").read_text() == "precious"
     manager.save(10, lambda folder: (folder / "other").write_text("new"))  # again: it is replaced
@@ -219,8 +219,30 @@ def test_a_disk_that_turns_read_only_keeps_the_last_checkpoint(tmp_path, monkeyp
         patch.setattr(os, call, refuse)
         with pytest.raises(CheckpointError, match="Read-only"):
             manager.save(2, write_files)
-    assert manager.find_latest() == tmp_path / "checkpoint-000001"
+    assert resolve_resume("auto", tmp_path) == tmp_path / "checkpoint-000001"
     assert manager.save(3, write_files).name == "checkpoint-000003"
+
+
+def test_a_run_that_goes_on_gives_up_what_was_saved_later_but_for_a_best_one_of_its_own_steps(tmp_path):
+    manager = saved(tmp_path, 1, 2)
+    first, second = (tmp_path / f"checkpoint-00000{step}" for step in (1, 2))
+    for step, by_first in ((1, [second.name]), (3, ["checkpoint-best", second.name])):
+        manager.save(step, write_files, name="checkpoint-best", resumable=True)
+        assert manager.given_up(first) == by_first and manager.given_up(second) == by_first[:-1]
+    assert manager.given_up(tmp_path / "elsewhere" / first.name) == []
+
+
+def test_a_file_system_that_flushes_no_folders_takes_checkpoints(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def of_files(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(22, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    saved(tmp_path, 1)
+    assert verify(tmp_path / "checkpoint-000001")["step"] == 1
 
 
 def test_a_root_that_cannot_be_made_and_an_empty_save_are_refused(tmp_path):
@@ -265,7 +287,7 @@ def test_a_replaced_checkpoint_that_is_a_link_goes_and_what_it_points_to_stays(t
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     manager = saved(tmp_path, 5)
     os.rename(tmp_path / "checkpoint-000005", tmp_path / ".replaced-checkpoint-000005")
-    assert manager.find_latest() == tmp_path / ".replaced-checkpoint-000005"
+    assert resolve_resume("auto", tmp_path) == tmp_path / ".replaced-checkpoint-000005"
     manager.save(6, write_files)
     assert folders(tmp_path) == ["checkpoint-000005", "checkpoint-000006"]
 

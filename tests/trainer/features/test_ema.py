@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from lightrft_visual.models.weight_copies import WeightAverage
@@ -27,5 +28,12 @@ def test_the_average_follows_the_steps_that_were_applied_and_is_lent():
     assert hook.average.copies[0].tolist() == [0.0]
     hook.on_update(SimpleNamespace(applied=True))
     assert hook.average.copies[0].tolist() == [0.5]
-    Hooks([hook]).load_state_dict({"guard": {}})  # it was not kept: it begins at the resumed weights
-    assert hook.average.copies[0].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["a run goes on", "its weights alone are evaluated"])
+def test_an_average_that_a_checkpoint_does_not_hold_begins_at_its_weights(evaluated):
+    """Of an evaluation no other hook is told."""
+    hook, told = followed()[1], []
+    other = SimpleNamespace(name="other", load_state_dict=told.append)
+    Hooks([other, hook]).load_state_dict({"other": {}}, lending_alone=evaluated)
+    assert hook.average.copies[0].tolist() == [1.0] and told == ([] if evaluated else [{}])
