@@ -138,7 +138,7 @@ def flow_grpo_diffusion(sigma: T, sigma_next: T, noise_level: float) -> T:
         sigma_next: (B, 1, …) where they go; divides at sigma = 1.
         noise_level: Flow-GRPO's `a`.
     """
-    remaining = torch.where(sigma > 1 - 1e-6, 1 - sigma_next, 1 - sigma)  # shifts in fp32 give 0.9999998 for 1
+    remaining = torch.where(sigma > 1 - 1e-5, 1 - sigma_next, 1 - sigma)  # for 1 schedulers have 0.999999
     return noise_level * (sigma / remaining).sqrt()
 
 

@@ -36,7 +36,7 @@ class FP32Kept:
     """
 
     def __init__(self, module: nn.Module, divided: bool) -> None:
-        self._named = named_for_fp32(module)
+        self._named, self._divided = named_for_fp32(module), divided
         kept = (weight for weight in self._named.values() if weight.dtype == torch.float32)
         self._kept = [weight for weight in kept if not (divided and weight.requires_grad)]
         self._ids = {id(weight) for weight in self._kept}
@@ -52,9 +52,10 @@ class FP32Kept:
         self._values.clear()
 
     def warn(self, dtype: torch.dtype) -> None:
-        """Say once which named weights compute in the run's precision `dtype`: they train, or were loaded to."""
+        """Say once which named weights compute in the run's precision `dtype`, as it divides them: they train, or were
+        loaded to."""
         cast = {name: weight.requires_grad for name, weight in self._named.items() if weight.dtype == dtype}
-        if cast and dtype != torch.float32 and collectives.is_rank_0():
+        if self._divided and cast and dtype != torch.float32 and collectives.is_rank_0():
             frozen = " So does --trainable_models without the networks that do not train here."
             logger.warning(
                 "%d weights that the model keeps in fp32 (%s) compute in %s, as ZeRO-3 has one precision for all that "

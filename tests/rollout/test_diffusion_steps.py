@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.diffusion.families.base import EULER_STEPS
 from lightrft_visual.rollout.diffusion_sampler import RULES, euler_step, sde_step, transition
 
 NOISELESS_RULES = ("flow_grpo", "dance", "cps")  # reflow always adds its noise
@@ -83,15 +84,19 @@ def test_a_step_by_hand(rule, level, wanted, deviation):
     assert first.std.item() == pytest.approx(0.7 * math.sqrt(1 / 0.25) * math.sqrt(0.25), abs=1e-14)
 
 
-def test_a_first_sigma_that_a_shift_rounds_to_just_below_1_is_stepped_from_as_1_is():
+@pytest.mark.parametrize(
+    "scheduler",
+    [FlowMatchEulerDiscreteScheduler(shift=1.43), UniPCMultistepScheduler(**EULER_STEPS, flow_shift=1.0)],
+    ids=["rounded", "unipc"],
+)
+def test_a_first_sigma_just_below_1_is_stepped_from_as_1_is(scheduler):
     x, v, noise = latents()
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.43)
     scheduler.set_timesteps(10)
     sigma, sigma_next = scheduler.sigmas[:2]
-    assert 0.9999998 < sigma < 1
-    for rounded, one in zip(sde_step(x, v, sigma, sigma_next, 0.7, noise=noise),
-                            sde_step(x, v, 1.0, sigma_next, 0.7, noise=noise)):  # fmt: skip
-        torch.testing.assert_close(rounded, one)
+    assert 0.999995 < sigma < 1
+    for below, one in zip(sde_step(x, v, sigma, sigma_next, 0.7, noise=noise),
+                          sde_step(x, v, 1.0, sigma_next, 0.7, noise=noise)):  # fmt: skip
+        torch.testing.assert_close(below, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("eta", (0.3, 1.0))

@@ -30,10 +30,15 @@ def reads_every_loss() -> AbstractContextManager:
 
 def fit(trainer, folder: Path) -> None:
     """The whole run. One whose name begins with `counted` writes what the ranks wait for, `waits_<rank>.json`."""
+    from deepspeed.accelerator import get_accelerator
+
     from lightrft_visual.runtime import collectives
 
     if not folder.name.startswith("counted"):
-        return trainer.fit()
+        trainer.fit()
+        if getattr(getattr(trainer.config, "sampling", None), "sampling_graphs", False):
+            assert max(graph.replays for graph in get_accelerator().graphs) > 2
+        return
     from simulated.sync_counter import SyncCounter
 
     counter = SyncCounter()

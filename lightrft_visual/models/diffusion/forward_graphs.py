@@ -8,23 +8,19 @@ as those of an average do.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...errors import ConfigError
 from .policy import DiffusionPolicy
 
-logger = logging.getLogger(__name__)
 T = torch.Tensor
-
-MOST = 16  # forms of inputs that a network keeps graphs of; others run operation by operation
-WARM_UPS = 2  # forwards before the recorded one, in which libraries choose kernels and fill their caches
+MOST = 16  # forms of inputs that a network keeps graphs of
 TOLERANCE = 1e-2  # largest difference of a replay from the forward, by the largest value
 
 
@@ -58,33 +54,32 @@ class ForwardGraphs:
     and types of tensors, and all other values."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.network, self.plain, self.serving = network, network.forward, False
+        self.plain, self.serving = network.forward, False
+        self._weights = [*network.parameters(), *network.buffers()]
         self._recorded: dict[Hashable, _Recorded] = {}
         self._at: list[int] = []  # addresses of the weights that the graphs read
-        self._told = False
+        self._proven: set[Hashable] = set()  # forms whose graph was compared with the forward
         network.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.serving:
             return self.plain(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        at = [weight.data_ptr() for weight in (*self.network.parameters(), *self.network.buffers())]
+        at = [weight.data_ptr() for weight in self._weights]
         if at != self._at:
             self._recorded.clear()
             self._at = at
         key = (tree, *(_form(leaf) for leaf in leaves))
         if key not in self._recorded:
             if len(self._recorded) == MOST:
-                self._say_many()
-                return self.plain(*args, **kwargs)
+                self._recorded.pop(next(iter(self._recorded)))
             pool = next((each.graph.pool() for each in self._recorded.values()), None)
-            self._recorded[key] = _Recorded(self.plain, leaves, tree, pool)
+            made = _Recorded(self.plain, leaves, tree, pool)
+            if key not in self._proven:
+                made.compare(self.plain, leaves)
+                self._proven.add(key)
+            self._recorded[key] = made
         return self._recorded[key].replay(leaves)
-
-    def _say_many(self) -> None:
-        if not self._told:
-            logger.warning("sampling_graphs: inputs have more than %d shapes, and the others have no graph", MOST)
-            self._told = True
 
 
 class _Recorded:
@@ -92,20 +87,26 @@ class _Recorded:
 
     def __init__(self, forward: Callable[..., Any], leaves: list[Any], tree: Any, pool: Any) -> None:
         self._given = [leaf.clone() if isinstance(leaf, T) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(self._given, tree)
-        for _ in range(WARM_UPS):
-            plain = forward(*args, **kwargs)
+        self._arguments = tree_unflatten(self._given, tree)
         accelerator = get_accelerator()
-        self.graph = accelerator.create_graph()
+        self.graph, stream = accelerator.create_graph(), accelerator.Stream()
+        stream.wait_stream(accelerator.current_stream())
         try:
-            with accelerator.capture_to_graph(self.graph, pool=pool):
-                made = forward(*args, **kwargs)
+            with accelerator.stream(stream):  # libraries set up what they keep for a stream before it is recorded
+                self._run(forward)
+                with accelerator.capture_to_graph(self.graph, pool=pool, stream=stream):
+                    made = self._run(forward)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise ConfigError(
-                f"sampling_graphs: this model's forward cannot be recorded, leave it out: {error}"
-            ) from error
+            told = "sampling_graphs: this model's forward cannot be recorded, leave it out"
+            raise ConfigError(f"{told}: {error.__context__ or error}") from error
+        accelerator.current_stream().wait_stream(stream)
         self._made, self._tree = tree_flatten(made)
-        self._compare(tree_flatten(plain)[0], tree_flatten(self.replay(leaves))[0])
+
+    def _run(self, forward: Callable[..., Any]) -> Any:
+        args, kwargs = self._arguments
+        return forward(*args, **kwargs)
 
     def replay(self, leaves: list[Any]) -> Any:
         """The forward of these inputs; results are copies, as the next replay writes over its own."""
@@ -115,9 +116,10 @@ class _Recorded:
         get_accelerator().replay_graph(self.graph)
         return tree_unflatten([each.clone() if isinstance(each, T) else each for each in self._made], self._tree)
 
-    def _compare(self, plain: list[Any], replayed: list[Any]) -> None:
-        """Raise ConfigError where the first replay is not the forward: something in it was not recorded."""
-        for expected, found in zip(plain, replayed, strict=True):
+    def compare(self, forward: Callable[..., Any], leaves: list[Any]) -> None:
+        """Raise ConfigError where a replay is not the forward: something in it was not recorded."""
+        replayed, plain = tree_leaves(self.replay(leaves)), tree_leaves(self._run(forward))
+        for found, expected in zip(replayed, plain, strict=True):
             if isinstance(expected, T):
                 off = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-6)
                 if not off <= TOLERANCE:

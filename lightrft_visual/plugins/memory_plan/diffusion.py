@@ -308,12 +308,12 @@ class DiffusionPlanner:
         """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains. Where
         rollout workers draw, this is the trainer's evaluation, in micro-batches of as many."""
         always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
-        forward = [] if self.config.sampling.sampling_graphs else [self._step("a denoising step")]
+        forward = self._step("a denoising step")
         decoding = self._decoded(self.drawn, backward=False).peak
         decoded = Item("decoding", decoding, "vae_tiling, micro_rollout_batch_size")
         moments = [
             [*self._always(ENCODERS), *self._drawn(), self._encoding()],
-            [*always, *drawn, *lent, *forward, *self.zero.gathered(self.model)],
+            [*always, *drawn, *lent, forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, *lent, decoded],
         ]
         seconds = 0.0 if self.rewarded else self._generate_seconds()

@@ -179,7 +179,10 @@ def test_a_recorded_forward_gives_the_velocities_of_other_latents_and_times(name
     conditions, found = conditions_of(policy, name), []
     shape, times = (2, *policy.latent_shape(*size)), torch.tensor([[950.0, 300.0], [900.0, 100.0]])
     inputs = [(torch.randn(shape), at) for at in times]
-    told = pytest.raises(ConfigError, match="cannot be recorded, leave it out")
+    if name == "z_image":  # each length of a text is a form
+        assert not policy.family.takes_graphs
+        return
+    told = pytest.raises(ConfigError, match="cannot be recorded, leave it out: operation not permitted")
     with torch.no_grad(), nullcontext() if policy.family.takes_graphs else told:
         for velocity in (policy, on_graphs(policy, policy)):
             found.append([velocity(*each, conditions, guidance) for each in inputs])

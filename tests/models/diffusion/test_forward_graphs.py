@@ -54,7 +54,7 @@ def test_replays_give_the_velocities_of_new_inputs_and_of_weights_as_they_are(de
         for weight in each.trainable_parameters():
             weight.data = weight.data * 0.5
     same(3, 4)
-    assert device.pools == [None, (0, 1), None]
+    assert device.pools == [None, (0, 1), None] and device.graphs[-1].replays == 1  # its form is known
 
 
 def test_forwards_with_gradients_and_of_the_reference_use_no_graph(device):
@@ -104,15 +104,24 @@ def test_a_forward_that_no_graph_repeats_is_refused(device, network, given, told
         run(network, given)
 
 
-def test_more_shapes_than_are_kept_run_operation_by_operation_and_a_line_says_so(device, monkeypatch, caplog):
+def test_of_more_shapes_than_are_kept_the_oldest_gives_way(device, monkeypatch):
     monkeypatch.setattr(forward_graphs, "MOST", 2)
     network = torch.nn.Linear(3, 3)
     graphs = ForwardGraphs(network)
     graphs.serving = True
     with torch.no_grad():
-        for count in (1, 2, 3, 4, 1):
+        for count in (1, 2, 3, 2, 1):
             assert network(torch.ones(count, 3)).shape == (count, 3)
-    assert len(device.graphs) == 2 and caplog.text.count("more than 2 shapes") == 1
+    assert len(device.graphs) == 4
+
+
+def test_running_out_of_memory_is_no_matter_of_the_model(device):
+    class Large(torch.nn.Module):
+        def forward(self, given):
+            raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(Large(), torch.ones(1))
 
 
 def test_a_host_without_graphs_is_refused():

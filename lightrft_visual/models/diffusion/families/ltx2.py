@@ -34,6 +34,7 @@ class LTX2(DiffusionFamily):
     left_out = r".*(audio|a2v|av_cross|keyframes).*"
     default_text_length = 1024
     names_sigmas = True
+    takes_graphs = False
     frame_rate = 24.0  # positions in time are seconds
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:

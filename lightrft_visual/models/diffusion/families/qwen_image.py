@@ -27,6 +27,7 @@ class QwenImage(PackedLatents):
 
     default_text_length = 1024
     names_sigmas = True
+    takes_graphs = False
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""

@@ -20,7 +20,6 @@ class QwenImage21(QwenImage):
 
     default_text_length = None
     takes_text_length = False
-    takes_graphs = False
     token_area = 1
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:

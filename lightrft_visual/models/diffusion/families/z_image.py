@@ -21,6 +21,7 @@ class ZImage(KLImages):
 
     default_text_length = 512
     texts_at_once = 8
+    takes_graphs = False  # each text has its own length
     names_sigmas = True
     lora_targets = tuple(f"attention.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
 
