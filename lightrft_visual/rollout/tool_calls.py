@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .environments import ToolCall
 
-THOUGHTS = re.compile(r"\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
+THOUGHTS = re.compile(r"\s*+(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
 GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_BLOCK = re.compile(  # also where the model has left out the first mark
@@ -72,13 +72,18 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
     """
     for end in TURN_ENDS:
         text = text.removesuffix(end)
-    if thoughts := THOUGHTS.match(text):  # what is weighed in them is not asked for
-        text = text[thoughts.end() :]
+    text = without_thoughts(text)
     if form == "auto":
         form = "glm" if GLM_BLOCK.search(text) else _form_by_marks(text, "json")
     calls, told = list(CALL_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
     hints = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in told}
     return [replace(call, arguments=_values(call.arguments, hints.get(call.name, {}))) for call in calls]
+
+
+def without_thoughts(text: str) -> str:
+    """A response behind the thoughts that it begins with: what is weighed in them is not asked for."""
+    thoughts = THOUGHTS.match(text)
+    return text[thoughts.end() :] if thoughts else text
 
 
 def render_tool_call(call: ToolCall) -> str:

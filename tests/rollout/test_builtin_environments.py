@@ -114,8 +114,8 @@ def clicked(text: str = "", calls=(), row=SCREEN):
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("it is at (60, 35).", []), ("[0.6, .6]", []), ("", [ToolCall("click", {"x": 50, "y": 40})]),
-        ("", [ToolCall("click", {"x": 0.7, "y": 0.5})]),
+        ("it is at (60, 35).", []), ("<think>At (1, 2)?</think>(60, 35)", []), ("[0.6, .6]", []),
+        ("", [ToolCall("click", {"x": 50, "y": 40})]), ("", [ToolCall("click", {"x": 0.7, "y": 0.5})]),
     ],
 )  # fmt: skip
 def test_click_inside_the_target_is_rewarded_and_ends_the_episode_as_a_response_without_a_point_does(text, calls):

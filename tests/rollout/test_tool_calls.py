@@ -215,7 +215,7 @@ XML = "<tool_call><function=f>{}</function></tool_call>"
         ("<tool_call>{}<</tool_call>", "a"), ("<tool_call>a{}<</tool_call>", " "),
         ("<|tool_call>call:f{}<tool_call|>", "{"), ("<|tool_call>{}", "call:f{"),
         ("<|tool_call>call:f{{{}}}<tool_call|>", "a,"), ("[TOOL_CALLS]f[ARGS]{}", '{"a":'),
-        ("[TOOL_CALLS]{}", "[ARGS]"), ("<|tool_call_start|>{}", "f("), ("<|tool_call_start|>[{}", "f(),"),
+        ("[TOOL_CALLS]{}", "[ARGS]"), ("<|tool_call_start|>{}", "f("), ("<|tool_call_start|>[{}", "f(),"), ("{}", " "),
     ],
 )  # fmt: skip
 def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
