@@ -91,6 +91,7 @@ def test_arithmetic_is_evaluated(expression, value):
 def test_what_is_no_arithmetic_or_too_large_is_an_error(expression):
     value, error = evaluate(expression)
     assert value == "" and error
+    assert evaluate("round(5, 401)")[1].endswith("round takes digits up to 400")
 
 
 def test_python_environment_answers_with_values_and_errors():
