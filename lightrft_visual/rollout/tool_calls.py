@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .environments import ToolCall
 
-THOUGHTS = re.compile(r"\s*+(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
+THOUGHTS = re.compile(r"\A\s*+(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
 GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_BLOCK = re.compile(  # also where the model has left out the first mark
@@ -82,8 +82,7 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
 
 def without_thoughts(text: str) -> str:
     """A response behind the thoughts that it begins with: what is weighed in them is not asked for."""
-    thoughts = THOUGHTS.match(text)
-    return text[thoughts.end() :] if thoughts else text
+    return THOUGHTS.sub("", text, count=1)
 
 
 def render_tool_call(call: ToolCall) -> str:

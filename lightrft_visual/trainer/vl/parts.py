@@ -125,11 +125,8 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, and the bad rows met."""
         sampler, dataset = self.supply.sampler.state_dict(), self.supply.dataset
-        met = [
-            asdict(row) for row in dataset.bad.rows.values() if row.found != BadRow.found
-        ]  # a start finds the others
-        limit = dataset.checks.prompt_max_len
-        told = {"data": dataset.fingerprint, "bad_rows": met, "prompt_max_len": limit}
+        met = [asdict(row) for row in dataset.bad.rows.values() if row.found != BadRow.found]  # beside a start's
+        told = {"data": dataset.fingerprint, "bad_rows": met, "prompt_max_len": dataset.checks.prompt_max_len}
         return {"sampler": sampler, "taken": self.taken, **told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
