@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -127,9 +127,9 @@ class BadRows:
         if self.rows and collectives.is_rank_0():
             logger.warning("%s", self.summary())
 
-    def go_on(self, met: Sequence[dict[str, Any]]) -> None:
+    def go_on(self, met: Iterable[BadRow]) -> None:
         """Take up an earlier process's, which were said and listed when they were found."""
-        self.rows |= {row["source"]: BadRow(**row) for row in met}
+        self.rows |= {row.source: row for row in met}
 
     def write_to(self, path: Path) -> None:
         """List the rows found so far in `path`, and from now on each further one at once."""

@@ -18,7 +18,7 @@ from ..config.vl import mixing_shares
 from ..errors import ConfigError, DataError
 from ..runtime import collectives
 from ..runtime.seeding import derive_seed
-from .bad_rows import BadRow
+from .bad_rows import LONG_PROMPT, BadRow
 from .prompts import PromptDataset, PromptRow
 
 
@@ -218,10 +218,13 @@ class PromptSupply:
         self._pool = ThreadPoolExecutor(_THREADS, "rows")
         self._ahead: dict[int, Future[PromptRow | BadRow]] = {}  # by index
 
-    def go_on(self, met: Sequence[dict[str, Any]]) -> None:
-        """Take up the bad rows that an earlier process met: they are replaced before they are loaded, as they were."""
-        self.dataset.bad.go_on(met)
-        self._known |= self.dataset.bad_taken() if met else {}
+    def go_on(self, met: Sequence[dict[str, Any]], same_limit: bool = True) -> None:
+        """Take up the bad rows that an earlier process met: they are replaced before they are loaded, as they were. One
+        that the settings may have made good since, or that ends the run now, is met again. same_limit: of tokens."""
+        rows = [BadRow(**each) for each in met]
+        rows = [row for row in rows if self.dataset.policy(row) == "skip" and (same_limit or row.cause != LONG_PROMPT)]
+        self.dataset.bad.go_on(rows)
+        self._known |= self.dataset.bad_taken() if rows else {}
 
     def look_ahead(self) -> list[Future[PromptRow | BadRow]]:
         """Begin to load this rank's rows of the next global batch, beside whatever follows; no collective.

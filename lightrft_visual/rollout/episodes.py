@@ -341,7 +341,8 @@ class _Round:
         ids, log_probs = own.token_ids, own.log_probs
         if not ids:  # it failed before anything was sampled: a token that no one trains on
             eos = self.stage.data_processor.tokenizer.convert_tokens_to_ids(self.stage.renderer.end_tokens[0])
-            ids, log_probs, own.episode.turn_ids = [eos], ([0.0] if self.settings.full_distribution else None), [-1]
+            full = self.settings.full_distribution and all(c.log_probs is not None for c in self.conversations)
+            ids, log_probs, own.episode.turn_ids = [eos], ([0.0] if full else None), [-1]
         self.made[key] = Rollout(
             own.prompt,
             ids,
@@ -360,6 +361,7 @@ class _Round:
         """Whether it holds on any rank, where ranks generate together; else whether it holds here."""
         if not self.stage.engine.in_step:
             return own
+        collectives.meet()  # one rank's environments may take minutes longer than another's
         return bool(collectives.all_reduce_max(torch.tensor([float(own)])).item())
 
 

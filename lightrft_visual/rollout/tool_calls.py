@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .environments import ToolCall
 
-THOUGHTS = re.compile(r"\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
+THOUGHTS = re.compile(r"\A\s*+(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)  # the prompt may hold their beginning
 GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_BLOCK = re.compile(  # also where the model has left out the first mark
@@ -72,13 +72,17 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
     """
     for end in TURN_ENDS:
         text = text.removesuffix(end)
-    if thoughts := THOUGHTS.match(text):  # what is weighed in them is not asked for
-        text = text[thoughts.end() :]
+    text = without_thoughts(text)
     if form == "auto":
         form = "glm" if GLM_BLOCK.search(text) else _form_by_marks(text, "json")
     calls, told = list(CALL_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
     hints = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in told}
     return [replace(call, arguments=_values(call.arguments, hints.get(call.name, {}))) for call in calls]
+
+
+def without_thoughts(text: str) -> str:
+    """A response behind the thoughts that it begins with: what is weighed in them is not asked for."""
+    return THOUGHTS.sub("", text, count=1)
 
 
 def render_tool_call(call: ToolCall) -> str:
@@ -219,9 +223,13 @@ _GLM = _Tags(
 def _parse_blocks(text: str, glm: bool = False, blocks: re.Pattern[str] = CALL_BLOCK) -> Iterator[ToolCall]:
     """What stands in <tool_call>: Qwen's tags or JSON, or GLM's tags."""
     for block in blocks.finditer(text):
-        inner = block[1].strip()
+        marked = block[0].startswith("<tool_call>")  # else the call ends by its own mark; a mention has none
+        inner = (block[1] if marked else "".join(block[1].rpartition("</function>")[:2])).strip()
         if "<function=" in inner:
-            yield from (_tagged_call(each, _XML) for each in XML_NEXT.split(inner))
+            whole = _tagged_call(inner, _XML)  # a text in it may look like the end of one and the beginning of another
+            yield from [whole] if whole.error is None else [_tagged_call(each, _XML) for each in XML_NEXT.split(inner)]
+        elif not marked:
+            continue
         elif not block[0].endswith("</tool_call>"):
             yield _malformed(inner, "</tool_call> is missing")
         elif glm and not inner.startswith(("{", "[")):

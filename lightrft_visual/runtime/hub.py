@@ -137,6 +137,6 @@ def load_data_set(name: str, split: str) -> Any:
             logger.warning("the hub does not answer for %s (%s): what the cache has of it is taken", plain, why)
             return found
     except Exception as error:  # of any kind: the hub's, the network's, the reader's
-        way_on = " (give load_dataset(name, configuration) from Python)" if isinstance(error, ValueError) else ""
+        way_on = " (give load_dataset(name, configuration) from Python)" if "Config name" in str(error) else ""
         told = f"is no file here, and of the hub (split {split}): {error}{way_on}"
         raise DataError(f"{name!r} {told}; {looked_at(plain, 'HF_DATASETS_CACHE')}") from error

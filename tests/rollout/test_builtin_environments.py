@@ -91,6 +91,7 @@ def test_arithmetic_is_evaluated(expression, value):
 def test_what_is_no_arithmetic_or_too_large_is_an_error(expression):
     value, error = evaluate(expression)
     assert value == "" and error
+    assert evaluate("round(5, 401)")[1].endswith("round takes digits up to 400")
 
 
 def test_python_environment_answers_with_values_and_errors():
@@ -114,8 +115,8 @@ def clicked(text: str = "", calls=(), row=SCREEN):
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("it is at (60, 35).", []), ("[0.6, .6]", []), ("", [ToolCall("click", {"x": 50, "y": 40})]),
-        ("", [ToolCall("click", {"x": 0.7, "y": 0.5})]),
+        ("it is at (60, 35).", []), ("<think>At (1, 2)?</think>(60, 35)", []), ("[0.6, .6]", []),
+        ("", [ToolCall("click", {"x": 50, "y": 40})]), ("", [ToolCall("click", {"x": 0.7, "y": 0.5})]),
     ],
 )  # fmt: skip
 def test_click_inside_the_target_is_rewarded_and_ends_the_episode_as_a_response_without_a_point_does(text, calls):

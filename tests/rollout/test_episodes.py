@@ -42,6 +42,7 @@ from lightrft_visual.rollout.environments import (
 )
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.tools import ToolEnvironment
+from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.vl.evaluation import gold_scores
 
 SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
@@ -266,6 +267,10 @@ class Drops:
         return
 
 
+def engine_of(generate, in_step=False):
+    return SimpleNamespace(generate=generate, admission=lambda settings: None, in_step=in_step)
+
+
 @pytest.mark.parametrize("turn", [1, 2])
 def test_an_engine_that_gives_another_number_of_completions_is_an_error(rig, turn):
     stage, calls, generate = stage_of(rig), [], rig.engine.generate
@@ -274,7 +279,7 @@ def test_an_engine_that_gives_another_number_of_completions_is_an_error(rig, tur
         calls.append(prompts)
         return generate(prompts, settings)[: len(prompts) - (len(calls) == turn)]
 
-    stage.engine = SimpleNamespace(generate=fewer, admission=lambda settings: None, in_step=False)
+    stage.engine = engine_of(fewer)
     with pytest.raises(RolloutError, match="was asked for . completions of each of"):
         stage.generate(batch_of(TURNS), SETTINGS)
     stage.engine.admission = lambda settings: Drops()
@@ -424,6 +429,24 @@ def test_a_sample_that_has_no_token_has_no_log_probs_where_a_cut_distribution_gi
     for top_p, expected in ((1.0, [0.0]), (0.9, None)):
         made = stage_of(rig, failing).generate(batch_of([1]), replace(SETTINGS, top_p=top_p))
         assert [each.log_probs for each in made] == [expected] * 3
+
+    def without(requests, settings):
+        return [[replace(one, log_probs=None) for one in made] for made in rig.engine.generate(requests, settings)]
+
+    fails = iter([True, False, False])
+    stage = stage_of(rig, one_step(lambda row: _raise(OSError("no server here")) if next(fails) else None))
+    stage.engine = engine_of(without)
+    assert [each.log_probs for each in stage.generate(batch_of([1]), SETTINGS)] == [None] * 3
+
+
+def test_ranks_whose_engines_generate_together_wait_for_each_others_environments_without_limit(rig, monkeypatch):
+    met = []
+    monkeypatch.setattr(collectives, "meet", lambda: met.append(True))
+    stage = stage_of(rig, one_step())
+    for in_step in (False, True):
+        stage.engine = engine_of(rig.engine.generate, in_step)
+        stage.generate(batch_of([1]), SETTINGS)
+        assert bool(met) is in_step
 
 
 def test_calls_of_tools_are_read_of_each_turn_and_of_one_that_is_not_there_told_as_errors(rig):

@@ -215,7 +215,7 @@ XML = "<tool_call><function=f>{}</function></tool_call>"
         ("<tool_call>{}<</tool_call>", "a"), ("<tool_call>a{}<</tool_call>", " "),
         ("<|tool_call>call:f{}<tool_call|>", "{"), ("<|tool_call>{}", "call:f{"),
         ("<|tool_call>call:f{{{}}}<tool_call|>", "a,"), ("[TOOL_CALLS]f[ARGS]{}", '{"a":'),
-        ("[TOOL_CALLS]{}", "[ARGS]"), ("<|tool_call_start|>{}", "f("), ("<|tool_call_start|>[{}", "f(),"),
+        ("[TOOL_CALLS]{}", "[ARGS]"), ("<|tool_call_start|>{}", "f("), ("<|tool_call_start|>[{}", "f(),"), ("{}", " "),
     ],
 )  # fmt: skip
 def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
@@ -231,14 +231,16 @@ def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
         ("I look.\n<function=a>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>", ["a"]),
         ("<function=a></function>\n</tool_call>\n<tool_call><function=b>\n</function></tool_call>", ["a", "b"]),
         ("<tool_call>\n<function=a>\n</function>\n<function=b>\n</function>\n</tool_call>", ["a", "b"]),
-        ("I could ask <function=a> here, and <function=b>.", []),
+        ("<function=a>\n</function>\n<function=b>\n</function>\nI wait.", ["a", "b"]),
+        ("I could ask <function=a> here, and <function=b>, or <function=c>\n<parameter=x>.", []),
     ],
 )
 def test_functions_without_a_mark_or_several_behind_one_are_calls_in_their_form(text, names):
     calls = parse_tool_calls(text, "qwen_xml")
     assert [(call.name, call.error) for call in calls] == [(name, None) for name in names]
-    inner = "<tool_call><function=a><parameter=x>\n<function=b>\n</function>\n</parameter></function></tool_call>"
-    assert [call.arguments for call in parse_tool_calls(inner, "qwen_xml")] == [{"x": "<function=b>\n</function>"}]
+    for value in ("<function=b>\n</function>", "</function>\n<function=b>"):
+        inner = f"<tool_call><function=a><parameter=x>\n{value}\n</parameter></function></tool_call>"
+        assert [call.arguments for call in parse_tool_calls(inner, "qwen_xml")] == [{"x": value}]
 
 
 @pytest.mark.parametrize("begin", ["", "<think>\n"])

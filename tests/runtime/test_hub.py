@@ -132,6 +132,10 @@ def test_data_of_several_configurations_are_refused_with_the_way_on(tmp_path, mo
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "")
     with pytest.raises(DataError, match=r"(?s)Config name is missing.* \(give load_dataset"):
         open_source("org/rows", "train")
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(DataError, match='Unknown split "trian". Should be one of .*; looked at') as told:
+        open_source("org/rows", "trian")
+    assert "load_dataset(" not in str(told.value)
 
 
 def prepared_as(name, folder):

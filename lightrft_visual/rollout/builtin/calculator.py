@@ -99,7 +99,7 @@ def _limited(function: Callable[..., Any], largest: int, first: int = 0) -> Call
 
     def call(*arguments: int) -> Any:
         if any(abs(each) > largest for each in arguments[first:]):
-            raise ValueError(f"{function.__name__} takes numbers up to {largest}")
+            raise ValueError(f"{function.__name__} takes {'digits' if first else 'numbers'} up to {largest}")
         return function(*arguments)
 
     return call

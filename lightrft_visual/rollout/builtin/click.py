@@ -8,6 +8,7 @@ from PIL import Image, ImageDraw
 
 from ...data.media import load_image
 from ..environments import Action, ToolCall
+from ..tool_calls import without_thoughts
 from ..tools import ToolEnvironment
 from .zoom import in_pixels
 
@@ -42,7 +43,7 @@ class Click(ToolEnvironment):
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
         """The screen with a cross where the model clicked; a reward of 1 and the end at a hit."""
         calls = action.tool_calls
-        if not calls and (point := POINT.search(action.text)):
+        if not calls and (point := POINT.search(without_thoughts(action.text))):
             calls = [ToolCall("click", {"x": float(point[1]), "y": float(point[2])})]
         observation, _, done, info = super().step(Action(action.text, action.token_ids, calls[:1]))
         return (None, 1.0, True, info) if self.hit else (observation, 0.0, done, info)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
+from huggingface_hub import try_to_load_from_cache
 
 from ...config.vl import RolloutConfig, RunConfig
 from ...errors import ConfigError
 from ...models.loading import Checkpoint
 from ...runtime import collectives
 from ...runtime.host_memory import free_port
-from ...runtime.hub import IGNORED
+from ...runtime.hub import IGNORED, is_hub_name
 from ...runtime.packages import missing
 from ...runtime.start_up import importing
 from ...runtime.vendor_patches import without_compiled_functions
@@ -31,7 +32,7 @@ DECIDED_BY = {
     "enforce_eager": "engine_enforce_eager", "max_num_seqs": "engine_max_num_seqs",
     "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
     "quantization": "engine_quantization", "enable_return_routed_experts": "routing_replay rollout",
-    "pipeline_parallel_size": "engine_tp_size", "data_parallel_size": "engine_tp_size",  # waits for other processes
+    "pipeline_parallel_size": "engine_tp_size", "data_parallel_size": "the number of ranks",  # waits for others
     "prefill_context_parallel_size": "engine_tp_size",
 }  # fmt: skip
 SAME_NAMES = (  # of settings and of vLLM's arguments
@@ -184,7 +185,8 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     from vllm import EngineArgs
     from vllm import __version_tuple__ as version
 
-    s, known = settings, {each.name for each in fields(EngineArgs)}
+    _check_folder(settings.model)
+    s, known = settings, {each.name: each.default for each in fields(EngineArgs)}
     arguments: dict[str, Any] = {name: getattr(s, name) for name in SAME_NAMES} | {
         "distributed_executor_backend": "mp" if s.starts_ranks else "external_launcher",
         "gpu_memory_utilization": s.memory_utilization,
@@ -213,9 +215,18 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         if "mm_device_do_normalize" in known:
             # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
             arguments["mm_device_do_normalize"] = False
-    own = {*arguments, *DECIDED_BY, "logits_processors"}
+    decided = {name for name in DECIDED_BY if s.extra.get(name) != known.get(name)}  # vLLM's defaults change nothing
+    own = {*arguments, *decided, "logits_processors"}
     check_engine_kwargs("vLLM has no engine argument", s.extra, known, own, DECIDED_BY)
     return dict.fromkeys(FORMATS, "hf") | {"ignore_patterns": IGNORED} | arguments | s.extra
+
+
+def _check_folder(model: str) -> None:
+    """ConfigError where second copies of weights lie in a folder, or in what the cache has of a name of the hub."""
+    found = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None
+    folder = Path(found).parent if isinstance(found, str) else Path(model)
+    if any(folder.glob("consolidated*.safetensors")) and not any(folder.glob("model*.index.json")):
+        raise ConfigError(f"model folder {folder}: vLLM reads consolidated.safetensors beside the others: take it out")
 
 
 def checked(arguments: dict[str, Any]) -> Checked:
@@ -259,9 +270,7 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
     check_temperature(config.rollout.temperature)
-    folder, settings = Path(checkpoint.path), VLLMSettings.from_config(config, checkpoint)
-    if any(folder.glob("consolidated*.safetensors")) and not any(folder.glob("model*.index.json")):
-        raise ConfigError(f"model folder {folder}: vLLM reads consolidated.safetensors beside the others: take it out")
+    settings = VLLMSettings.from_config(config, checkpoint)
     prepare_environment(settings.dtype)
     on_cpu = get_accelerator().device_name() == "cpu"
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own

@@ -146,7 +146,7 @@ class SelectiveReplay(StepHook):
         return {"kept": items_to_state(kept[collectives.rank() :: collectives.world_size()])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kept = items_from_state(state["kept"])
+        self.kept = [each for each in items_from_state(state["kept"]) if teaches(each, self.mask_truncated)]
 
 
 def _age(item: AnyItem) -> tuple[int, int]:

@@ -125,16 +125,16 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, and the bad rows met."""
         sampler, dataset = self.supply.sampler.state_dict(), self.supply.dataset
-        met = [
-            asdict(row) for row in dataset.bad.rows.values() if row.found != BadRow.found
-        ]  # a start finds the others
-        return {"sampler": sampler, "taken": self.taken, "data": dataset.fingerprint, "bad_rows": met}
+        met = [asdict(row) for row in dataset.bad.rows.values() if row.found != BadRow.found]  # beside a start's
+        told = {"data": dataset.fingerprint, "bad_rows": met, "prompt_max_len": dataset.checks.prompt_max_len}
+        return {"sampler": sampler, "taken": self.taken, **told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
         self.supply.dataset.check_resumed(state.get("data"))
-        self.supply.go_on(state.get("bad_rows", []))  # earlier versions kept none, and counted rounds
+        same_limit = state.get("prompt_max_len") == self.supply.dataset.checks.prompt_max_len
+        self.supply.go_on(state.get("bad_rows", []), same_limit)  # earlier versions kept none, and counted rounds
         self.taken = int(state.get("taken", state.get("rounds", 0) * self.supply.sampler.batch_size))
 
     def _next_ids(self) -> T:

@@ -129,7 +129,7 @@ def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root)
         ({"engine_kwargs": {"block_sise": 32}}, "no engine argument 'block_sise'; did you mean 'block_size'"),
         ({"engine_kwargs": {"max_num_seqs": 4}}, "set by the run itself; use engine_max_num_seqs"),
         ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "set by the run itself; use engine_tp_size"),
-        ({"engine_kwargs": {"data_parallel_size": 2}}, "set by the run itself; use engine_tp_size"),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, "set by the run itself; use the number of ranks"),
         ({"engine_kv_cache_dtype": "fp9"}, "vLLM refuses this engine: .*fp8"),
         ({"engine_max_num_batched_tokens": 16}, r"vLLM refuses this engine: .*max_num_batched_tokens \(16\)"),
         ({"temperature": 2.5}, "temperature is 2.5, and vLLM draws at 0.01 to 2: .*--engine_type hf"),
@@ -141,7 +141,7 @@ def test_what_vllm_would_refuse_is_said_before_a_model_is_loaded(root, rollout, 
         check_engine(run_with(**rollout), checkpoint_of(root, "qwen2"))
 
 
-def test_a_folder_that_also_has_mistrals_files_is_read_as_the_trainer_reads_it(root, tmp_path):
+def test_a_folder_that_also_has_mistrals_files_is_read_as_the_trainer_reads_it(root, tmp_path, monkeypatch):
     from vllm import EngineArgs
 
     checkpoint = checkpoint_of(root, "qwen2")
@@ -151,9 +151,17 @@ def test_a_folder_that_also_has_mistrals_files_is_read_as_the_trainer_reads_it(r
     copied = replace(checkpoint, path=str(folder))
     with pytest.raises(ConfigError, match="vLLM reads consolidated.safetensors beside"):
         check_engine(run_with(), copied)
+    cached = tmp_path / "models--org--name"
+    shutil.copytree(folder, cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in (str(folder), "org/name"):  # of a judge
+        with pytest.raises(ConfigError, match="vLLM reads consolidated.safetensors beside"):
+            engine_arguments(VLLMSettings(name, 64), on_cpu=True)
     (folder / "model.safetensors.index.json").write_text("{}")
     check_engine(run_with(), copied)
-    settings = VLLMSettings.from_config(run_with(), copied)
+    settings = VLLMSettings.from_config(run_with(engine_kwargs={"data_parallel_size": 1}), copied)
     made = EngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config()
     assert made.model_config.hf_config.model_type == "qwen2"
     assert (made.model_config.tokenizer_mode, made.load_config.load_format) == ("hf", "hf")

@@ -96,6 +96,10 @@ def test_samples_that_the_loss_masks_as_cut_off_are_neither_kept_nor_in_the_way(
         buffer = filled_buffer([1.0, -1.0], start=2 * step, truncated=[False, True])
         _, versions = replay.refill(buffer, step)
     assert len(versions) == 1 and numbers(buffer) == [2, 0] and numbers(replay.kept) == [0, 2]
+    before = SelectiveReplay(capacity=8, seed=0)
+    before.refill(filled_buffer([1.0, -1.0], truncated=[False, True]), step=0)
+    replay.load_state_dict(before.state_dict())  # of a run that did not mask them
+    assert numbers(before.kept) == [0, 1] and numbers(replay.kept) == [0]
 
 
 def test_answers_stand_in_for_answers_and_drawings_for_drawings():

@@ -1,12 +1,15 @@
 """The batch after the present one: prepared beside the step, with the results, order and errors of one that is not."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import row_files
 import torch
 from row_files import BAD, supply
 
+from lightrft_visual.data.bad_rows import LONG_PROMPT
+from lightrft_visual.data.prompts import RowChecks
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures
@@ -128,6 +131,21 @@ def test_bad_rows_met_before_a_checkpoint_count_in_the_run_that_resumes_from_it(
     assert resumed.supply.dataset.bad.rows == whole.supply.dataset.bad.rows
     states[begun].pop("bad_rows")  # as an earlier version has saved it
     prompts_of(path, None, size=1).load_state_dict(states[begun])
+
+
+def test_bad_rows_that_settings_may_have_made_good_since_or_that_end_the_run_are_met_again(path):
+    begun = prompts_of(path, None)
+    for number in range(3):
+        begun.next(number)
+    damaged, *long = begun.supply.dataset.bad.rows
+    for name in long:
+        begun.supply.dataset.bad.rows[name] = replace(begun.supply.dataset.bad.rows[name], cause=LONG_PROMPT)
+    state = begun.state_dict()
+    for limit, policy, known in ((None, "skip", {damaged, *long}), (9, "skip", {damaged}), (None, "error", set())):
+        resumed = prompts_of(path, None, on_bad_row=policy, on_long_prompt=policy)
+        resumed.supply.dataset.checks = RowChecks(prompt_max_len=limit)
+        resumed.load_state_dict(state)
+        assert {*resumed.supply.dataset.bad.rows} == known and len(resumed.supply._known) == len(known)
 
 
 @pytest.mark.parametrize("size", [4, 5, 6])
