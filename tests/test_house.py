@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2687, "experience": 3178, "config": 5070, "runtime": 6099, "data": 3697,
+    "": 2687, "experience": 3178, "config": 5070, "runtime": 6102, "data": 3697,
     "models": 6093, "rollout": 5433, "rewards": 4528, "algorithms": 1839, "trainer": 7763, "observe": 3609,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

@@ -97,7 +97,10 @@ def meet() -> None:
     if _alone():
         return
     _meetings, pause = _meetings + 1, 0.001
-    store, name = dist.distributed_c10d._get_default_store(), f"lightrft_visual/meeting/{_meetings}"
+    store = dist.distributed_c10d._get_default_store()
+    name, over = (f"lightrft_visual/meeting/{number}" for number in (_meetings, _meetings - 2))
+    for key in (f"{over}/{rank()}", *((over, f"{over}/all") if is_rank_0() else ())):
+        store.delete_key(key)  # nobody waits there: all have come to the one after it
     store.set(f"{name}/{rank()}", "")
     if store.add(name, 1) == world_size():
         store.set(f"{name}/all", "")
