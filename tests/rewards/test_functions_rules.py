@@ -168,7 +168,14 @@ def test_math_equivalence_and_time_limit():
 def test_math_of_a_bare_expression_is_not_its_leading_number(said):
     from lightrft_visual.rewards.functions.math_worker import verify_answer
 
-    for whole, part in [(r"8\sqrt{3}", "8"), ("2x+1", "2"), (r"3\pi", "3"), ("3 and 4", "4"), ("3 pi", "3"), ("7 x", "7")]:
+    for whole, part in [
+        (r"8\sqrt{3}", "8"),
+        ("2x+1", "2"),
+        (r"3\pi", "3"),
+        ("3 and 4", "4"),
+        ("3 pi", "3"),
+        ("7 x", "7"),
+    ]:
         assert verify_answer(said % part, [whole]) == 0
         assert verify_answer(said % whole, [whole]) == 1
     assert verify_answer(r"<answer>8\sqrt{2}</answer>", ["8"]) == 0

@@ -228,15 +228,22 @@ HANDED_ON = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  #
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What a call takes; of a torch module, what its forward takes; of a decorator's function that hands all on, what
-    the one function takes that it holds. Raises as `inspect.signature`."""
+    """What a call takes; of a torch module that hands all on, what its forward takes, or the module that it is a front
+    of, as of torch.compile; of a decorator's function likewise, what the one function takes that it holds. Raises as
+    `inspect.signature`."""
     inner, torch = inspect.unwrap(function), sys.modules.get("torch")
-    if inspect.isfunction(inner) and [p.kind for p in inspect.signature(inner).parameters.values()] == HANDED_ON:
+    if inspect.isfunction(inner) and _hands_on(inner):
         held = list(_held(inner))
         if len(held) == 1 and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(inner)):
             return signature_of(held[0])
-    by_forward = torch and isinstance(inner, torch.nn.Module) and type(inner).__call__ is torch.nn.Module.__call__
-    return inspect.signature(inner.forward if by_forward else function)
+    if torch is None or not isinstance(inner, torch.nn.Module) or not _hands_on(inner.__call__):
+        return inspect.signature(function)
+    behind = getattr(inner, "_orig_mod", getattr(inner, "module", None)) if _hands_on(inner.forward) else None
+    return inspect.signature(inner.forward) if behind is None else signature_of(behind)
+
+
+def _hands_on(function: Callable[..., Any]) -> bool:
+    return [p.kind for p in inspect.signature(function).parameters.values()] == HANDED_ON
 
 
 def _held(function: Any) -> Iterator[Any]:
