@@ -350,7 +350,7 @@ class Catalogue:
             return self._model(name, function.function)
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
-        moved = SandboxedCallable(function, self.config.reward_fn_timeout)
+        moved = SandboxedCallable(function, self.config.reward_fn_timeout, given)
         self._closing.append(moved.close)
         return self._source(moved, name, given)
 

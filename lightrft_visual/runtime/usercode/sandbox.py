@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -255,11 +255,12 @@ def _held(function: Any) -> Iterator[Any]:
 
 
 class SandboxedCallable(RemoteCallable):
-    """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid."""
+    """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid.
+    settings: the names of its settings."""
 
-    def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
+    def __init__(self, loaded: LoadedFunction, seconds: float, settings: Collection[str] = ()) -> None:
         self.__signature__ = signature_of(loaded)
-        if inspect.isclass(loaded.function) or not set(self.__signature__.parameters) - {"device"}:
+        if inspect.isclass(loaded.function) or not {*self.__signature__.parameters} - {"device", *settings}:
             raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
         self.function, self.seconds = loaded.function, seconds
         path, _, name = loaded.spec.rpartition(":")
