@@ -70,7 +70,7 @@ def test_exact_of_tagged_answers_only_or_as_is():
         ("none", None),
         (".5", 0.5),
         ("9. ", 9),
-        ("5/4", None),
+        *((text, None) for text in ("5/4", "\\frac34", "3/(4)", "5 : 4", "\\frac{\\pi}{4}", "50%/2")),
         ("5 / 4", None),
         (r"\frac{1}{4}", None),
         ("12:30", None),
