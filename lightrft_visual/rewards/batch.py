@@ -131,11 +131,7 @@ class RewardBatch:
         """All samples of several batches, in order; all of one kind (generated or not)."""
         lists = [name for name, values in vars(batches[0]).items() if isinstance(values, list)]
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
-        empty = {
-            "episodes": lambda: None,
-            "source_images": list,
-            "broken": bool,
-        }  # in batches without any
+        empty = {"episodes": lambda: None, "source_images": list, "broken": bool}  # in batches without any
         for name, make in empty.items():
             if merged[name]:
                 own = [getattr(batch, name) or [make() for _ in range(len(batch))] for batch in batches]

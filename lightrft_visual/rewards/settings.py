@@ -66,7 +66,7 @@ class Checking(Catalogue):
 
     def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Any:
         called, columns = function, self._columns
-        if inspect.isclass(function.function):  # it is made with settings; what it makes reads the columns
+        if isinstance(function, LoadedFunction) and inspect.isclass(function.function):  # which makes what is called
             called, columns = function.function.__call__, None
             if lacking := sorted({*Signature(function, name).required}.difference(given, RESERVED)):
                 raise ConfigError(f"reward function {name} needs the setting {lacking[0]!r}")

@@ -54,8 +54,8 @@ class Schema(Judging):
         return found
 
     def fields(self, text: str, cut: bool) -> dict[str, float]:
-        """{field: number in 0..1}. Raises BadReply as `read`, and where one is missing, no number or out of range. With
-        `reply` a cut text has none: it does not end with what may stand in it."""
+        """{field: number in 0..1}. Raises BadReply as `read`, and where one is missing, no number or out of range; with
+        `reply` also for a cut text, which may hold a draft."""
         if not self.reply:
             return {"score": self.read(text, cut)}
         if cut:

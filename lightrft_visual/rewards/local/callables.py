@@ -48,8 +48,8 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         scores, metrics = (result, {}) if result[1] is None and one_each else (result[0], result[1] or {})
     elif isinstance(result, Mapping):
         key = score_key(result, f"reward function {name} returned a dict")
-        scores, others = result[key], {*result} - {key, "scores", "extra_logs"}
-        metrics = {k: v for k, v in result.items() if k in others and v is not None}
+        scores = result[key]
+        metrics = {k: v for k, v in result.items() if k not in (key, "scores", "extra_logs") and v is not None}
         metrics |= result.get("extra_logs") or {}
     read = _read_scores(scores, name, size, lenient)
     for key, value in metrics.items():
