@@ -74,13 +74,14 @@ def build(arguments: argparse.Namespace) -> Any:
     settings = parse_settings(arguments.kwargs)
     if arguments.reward_fn:
         if settings:
-            raise ConfigError("--kwargs belongs to --scorer and --components; a function has no settings")
+            raise ConfigError("--kwargs belongs to --scorer and --components; --plugins has scorers of your own")
         function = load_reward_fn(arguments.reward_fn)
         return CallableSource(function, form=arguments.reward_form, device=arguments.device)
     scorer = arguments.scorer
     if arguments.components:
         scorer, settings = "multi", {"components": parse_settings(arguments.components), "kwargs": settings}
-    return build_scorer(scorer, settings, RewardConfig(reward_cpu_offload=False))  # nobody else uses the device
+    alone = len(arguments.components or ()) < 2  # nobody else uses the device
+    return build_scorer(scorer, settings, RewardConfig(reward_cpu_offload=not alone))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

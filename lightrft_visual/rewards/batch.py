@@ -50,7 +50,8 @@ class RewardBatch:
     part of the prompt; drawn: of text models that may draw, for which samples it was; empty of media.
     vision: what the policy reads of each sample's prompt images and videos; empty of media.
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
-    episodes: of samples of several turns, whose response is the last one; empty without any.
+    episodes: of samples of several turns, whose response is the last one; empty without any. broken: which generated
+    media are None here, as they held values that are not finite; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     data_columns: those of all data, as far as they are known; a sample that lacks one has None there.
     data_references: whether the data are known to have references, also where these samples have none.
@@ -71,6 +72,7 @@ class RewardBatch:
     vision: list[VisionTensors] = field(default_factory=list)
     episodes: list[Episode | None] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
+    broken: list[bool] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
     data_columns: frozenset[str] = frozenset()
@@ -104,9 +106,8 @@ class RewardBatch:
 
     @property
     def lost(self) -> T:
-        """(B) bool: samples whose generated image or video is missing, as `batch_from_media` leaves out broken ones."""
-        missing = [any(each is None for each in (*images, *videos)) for images, videos in zip(self.images, self.videos)]
-        return torch.tensor(missing, dtype=torch.bool) & self.generated
+        """(B) bool: of `broken`."""
+        return torch.tensor(self.broken or [False] * len(self), dtype=torch.bool)
 
     @property
     def identities(self) -> list[tuple[int, ...]]:
@@ -130,7 +131,7 @@ class RewardBatch:
         """All samples of several batches, in order; all of one kind (generated or not)."""
         lists = [name for name, values in vars(batches[0]).items() if isinstance(values, list)]
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
-        empty = {"episodes": lambda: None, "source_images": list}  # of some batches: the others' samples have none
+        empty = {"episodes": lambda: None, "source_images": list, "broken": bool}  # in batches without any
         for name, make in empty.items():
             if merged[name]:
                 own = [getattr(batch, name) or [make() for _ in range(len(batch))] for batch in batches]
@@ -247,26 +248,23 @@ def batch_from_media(
         if values is not None and len(values) != size:
             raise RewardError(f"{name} has {len(values)} entries for {size} prompts")
     columns = {name: [None] * size if values is None else list(values) for name, values in given.items()}
+    drawn = [*zip(columns["images"], columns["videos"])]
+    broken = [not (is_finite(image) and is_finite(video)) for image, video in drawn]
     return RewardBatch(
         prompts=list(prompts),
         responses=[""] * size,
         labels=columns["labels"],
         references=columns["references"],
         metadata=[dict(sample or {}) for sample in columns["metadata"]],
-        images=_usable(images, size, to_pil),
-        videos=_usable(videos, size, lambda video: video),
+        images=[[] if images is None else [None if bad else to_pil(each)] for (each, _), bad in zip(drawn, broken)],
+        videos=[[] if videos is None else [None if bad else each] for (_, each), bad in zip(drawn, broken)],
         source_images=[list(sample) for sample in source_images] if any(source_images or ()) else [],
         ids=[int(i) for i in (range(size) if ids is None else ids)],
         group_ids=[int(i) for i in (range(size) if group_ids is None else group_ids)],
         generated=True,
+        broken=broken if any(broken) else [],
         step=step,
     )
-
-
-def _usable(media: Sequence[Any] | None, size: int, read: Callable[[Any], Any]) -> list[list[Any]]:
-    if media is None:
-        return [[] for _ in range(size)]
-    return [[read(each) if is_finite(each) else None] for each in media]
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from ..given import given, is_given, unique_name
 from ..runtime.packages import is_shipped
 from ..runtime.usercode.calls import LoadedFunction
 from ..runtime.usercode.loading import callable_name, load_reward_fn
+from ..runtime.usercode.sandbox import HANDED_ON, SandboxedCallable, signature_of
 from .batch import Source
 from .local.callables import LIGHTRFT_INPUTS, CallableSource
 from .recipe import RecipeEntry, check_name
 from .remote.wire import wires_of
 
 OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
+TOKENS = {"sequences", "input_ids", "attention_mask", "prompt_and_outputs"}  # parameters of reward models
 Code = TypeVar("Code", bound=Callable[..., Any])
 
 
@@ -138,12 +140,15 @@ def named_entries(value: str | Path | Sequence[str | Path] | None) -> dict[str, 
 
 
 def reads_token_ids(function: Any) -> bool:
-    """Whether it is a torch module, or the class of one, that is called as reward models are, or a front of one."""
+    """Whether it is a torch module, or the class of one, that is called as reward models are, or a front of one: that
+    says nothing of what it takes, or has a `base_model` that is no module."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(function if inspect.isclass(function) else type(function), torch.nn.Module):
         return False
-    named = inspect.signature(function.forward).parameters
-    return hasattr(function, "base_model") or not {"attention_mask", "prompt_and_outputs"}.isdisjoint(named)
+    named = (inspect.signature(function.forward) if inspect.isclass(function) else signature_of(function)).parameters
+    silent = {each.kind for each in named.values()} <= {*HANDED_ON}
+    front = silent or not isinstance(getattr(function, "base_model", None), torch.nn.Module | None)
+    return front or not TOKENS.isdisjoint(named)
 
 
 def _by_name(what: str, entries: Sequence[Any], usual: Callable[[int], str]) -> dict[str, Any]:
@@ -345,9 +350,7 @@ class Catalogue:
             return self._model(name, function.function)
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
-        from ..runtime.usercode.sandbox import SandboxedCallable
-
-        moved = SandboxedCallable(function, self.config.reward_fn_timeout)
+        moved = SandboxedCallable(function, self.config.reward_fn_timeout, given)
         self._closing.append(moved.close)
         return self._source(moved, name, given)
 

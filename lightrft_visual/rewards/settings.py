@@ -1,5 +1,6 @@
 """From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
 
+import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from ..errors import ConfigError
 from ..runtime import collectives
 from ..runtime.usercode.calls import LoadedFunction
 from ..runtime.usercode.loading import callable_name, load_reward_fn, on_trial
-from .local.callables import REFERENCES, Signature, check_inputs
+from .local.callables import REFERENCES, RESERVED, Signature, check_inputs
 from .local.forms import check_form
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, load_recipe, parse_recipe, recipe_of
 from .registry import Catalogue, check_scorer, find_scorer, split_list
@@ -64,8 +65,13 @@ class Checking(Catalogue):
         return self._user_function(function, name, given)  # on Ray too no actor is started
 
     def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Any:
-        check_inputs(function, name, given, self._columns, self.config.reward_form)
-        self.asking[name] = REFERENCES.intersection(Signature(function, name).required).difference(given)
+        called, columns = function, self._columns
+        if isinstance(function, LoadedFunction) and inspect.isclass(function.function):  # which makes what is called
+            called, columns = function.function.__call__, None
+            if lacking := sorted({*Signature(function, name).required}.difference(given, RESERVED)):
+                raise ConfigError(f"reward function {name} needs the setting {lacking[0]!r}")
+        check_inputs(function, name, given, columns, self.config.reward_form)
+        self.asking[name] = REFERENCES.intersection(Signature(called, name).required).difference(given)
         return name
 
     def _scorer(self, entry: RecipeEntry) -> Any:

@@ -66,6 +66,21 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
         check_reward_config(recipe("plain", "{limt: 5}"))
 
 
+def test_a_class_needs_its_settings_and_what_it_makes_asks_for_references(tmp_path, caplog):
+    path = tmp_path / "scores.py"
+    path.write_text(
+        "class Short:\n"
+        "    def __init__(self, words, device):\n        pass\n"
+        "    def __call__(self, completions, refs):\n        return [0.0] * len(completions)\n"
+    )
+    config = RewardConfig(components={"a": 1.0}, kwargs={"a": {"scorer": f"{path}:Short", "words": 1}})
+    engine_arguments(config, columns={"level"})
+    check_references(config, [SimpleNamespace(labels={None}, columns=set(), has_references=False)], [])
+    assert "reward function a asks for refs and gets None" in caplog.messages[-1]
+    with pytest.raises(ConfigError, match="reward function Short needs the setting 'words'"):
+        engine_arguments(RewardConfig(reward_fn=f"{path}:Short"), columns={"words"})
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

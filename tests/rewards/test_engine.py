@@ -157,6 +157,11 @@ def test_a_drawing_that_is_not_finite_costs_its_own_sample(kind, by_hand, caplog
         engine.score_media(["a"], **{kind: [media[1]]})
 
 
+def test_a_missing_image_among_generated_ones_is_given_as_none():
+    engine = RewardComputationEngine(custom_reward_func=lambda images: [float(each is None) for each in images])
+    assert engine.score_media(["a", "b"], images=[torch.ones(3, 2, 2), None]).score.tolist() == [0, 1]
+
+
 def two(sequences, mask, *, prompt_and_outputs, **inputs):
     return [2.0] * len(prompt_and_outputs)
 

@@ -70,7 +70,7 @@ def test_exact_of_tagged_answers_only_or_as_is():
         ("none", None),
         (".5", 0.5),
         ("9. ", 9),
-        ("5/4", None),
+        *((text, None) for text in ("5/4", "\\frac34", "3/(4)", "5 : 4", "\\frac{\\pi}{4}", "50%/2")),
         ("5 / 4", None),
         (r"\frac{1}{4}", None),
         ("12:30", None),
@@ -168,10 +168,21 @@ def test_math_equivalence_and_time_limit():
 def test_math_of_a_bare_expression_is_not_its_leading_number(said):
     from lightrft_visual.rewards.functions.math_worker import verify_answer
 
-    for whole, part in [(r"8\sqrt{3}", "8"), ("2x+1", "2"), (r"3\pi", "3"), ("3 and 4", "4")]:
+    for whole, part in [
+        (r"8\sqrt{3}", "8"),
+        ("2x+1", "2"),
+        (r"3\pi", "3"),
+        ("3 and 4", "4"),
+        ("3 pi", "3"),
+        ("7 x", "7"),
+    ]:
         assert verify_answer(said % part, [whole]) == 0
         assert verify_answer(said % whole, [whole]) == 1
     assert verify_answer(r"<answer>8\sqrt{2}</answer>", ["8"]) == 0
-    for reference in ("7 dollars", "7 m/s", "7 cm", "$7"):
+    measured = ("7 cm^3", "7 m/s^2", "7 N", "€7", "about 7", "length = 7 cm", "June 7", "7 (approx)")
+    for reference in ("7 dollars", "7 m/s", "7 cm", "$7", *measured):
         assert verify_answer(said % "7", [reference]) == 1
+    for answer in ("**7**", "7 m^2"):
+        assert verify_answer(f"<answer>{answer}</answer>", ["7"]) == 1
+    assert verify_answer("<answer>3 pi</answer>", [r"3\pi"]) == 1
     assert verify_answer("<answer>I think 7</answer>", ["7"]) == verify_answer("That makes 7 dollars.", ["7"]) == 1

@@ -35,13 +35,13 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def answering(judge, answers):
+def answering(judge, answers, cut=False):
     """The judge, whose model says `answers` one by one; how many it was asked at a time."""
     asked, left = [], iter(answers)
 
     def replies(new, device):
         asked.append(len(new))
-        return [(next(left), 3) for _ in new]
+        return [(next(left), 3, cut) for _ in new]
 
     replies.marks = judge._replies.marks
     judge._replies = replies
@@ -52,7 +52,7 @@ def answering(judge, answers):
 def test_replies_are_those_of_each_question_alone_however_they_are_batched(folder):
     judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=6, batch_size=3)
     batch = batch_from_media(["a cat", "two red circles on a table", "a dog"], [*IMAGES, IMAGES[0]])
-    found = [text for text, _ in judge._replies([judge.asked(batch, i) for i in range(3)], "cpu")]
+    found = [text for text, *_ in judge._replies([judge.asked(batch, i) for i in range(3)], "cpu")]
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     for index, (prompt, image) in enumerate(zip(batch.prompts, [*IMAGES, IMAGES[0]])):
         content = [{"type": "image"}, {"type": "text", "text": f"{prompt}?"}]
@@ -103,11 +103,26 @@ def test_a_model_that_says_seven_of_nine_gives_that_score(folder, tmp_path):
     assert found.score.tolist() == pytest.approx([7 / 9] * 2) and found.components["judge_tokens"].tolist() == [1, 1]
 
 
-def test_a_reply_that_is_cut_is_no_score(folder):
-    judge = Judge(folder, "{prompt}", bf16=False, max_tokens=3)
-    answering(judge, ["A score of 0 would"])
-    (found,) = judge(batch_from_media(["a"]), "cpu")["rewards"]
-    assert found.reason == "the judge's reply was cut at max_tokens"
+def test_a_reply_that_is_cut_is_no_score_but_a_whole_line_of_it_is(folder):
+    judge = Judge(folder, "{prompt}", bf16=False)
+    answering(judge, ["A score of 0 would", "Score: 8\nThe cat is"], cut=True)
+    cut, score = judge(batch_from_media(["a", "b"]), "cpu")["rewards"]
+    assert cut.reason == "the judge's reply was cut at max_tokens" and score == 0.8
+    judge = Judge(folder, reply=REPLY, bf16=False)
+    answering(judge, ['A draft: {"colour": 5, "form": 3}. But'], cut=True)
+    (draft,) = judge(batch_from_media(["a"]), "cpu")["rewards"]
+    assert draft.reason == cut.reason
+
+
+def test_a_reply_of_max_tokens_is_cut_unless_its_last_token_ends_it(folder):
+    judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=2)
+    ends = judge._replies._model.generation_config.eos_token_id
+    for last, cut in ((5, True), (ends[0] if isinstance(ends, list) else ends, False)):
+        judge._replies._model.generate = lambda input_ids, last=last, **_: torch.cat(
+            [input_ids, torch.tensor([[4, last]])], dim=1
+        )
+        ((_, tokens, found),) = judge._replies([judge.asked(batch_from_media(["a"], IMAGES[:1]), 0)], "cpu")
+        assert (tokens, found) == (2, cut)
 
 
 def test_the_oldest_reply_is_forgotten_first(folder):
@@ -169,7 +184,7 @@ def test_vllm_replies_as_transformers_does_and_what_is_compiled_beside_it_is_com
     found, compiled = [], []
     for engine in ("hf", "vllm"):
         judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=2, engine=engine, max_length=1024)
-        found.append([text for text, _ in judge._replies([judge.asked(batch, i) for i in range(40)], "cpu")])
+        found.append([text for text, *_ in judge._replies([judge.asked(batch, i) for i in range(40)], "cpu")])
         judge.close()
     assert found[0] == found[1]
     assert any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in found[0])
@@ -180,7 +195,7 @@ def test_vllm_replies_as_transformers_does_and_what_is_compiled_beside_it_is_com
 def test_vllm_is_asked_for_no_special_tokens_beside_those_of_the_chat_template(folder):
     """Up to 0.29 it added others where a processor makes the inputs."""
     pytest.importorskip("vllm")
-    asked, answers = {}, [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[72, 73])])]
+    asked, answers = {}, [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[72, 73], finish_reason="length")])]
 
     def chat(questions, parameters, **named):
         asked.update(named)
@@ -190,5 +205,5 @@ def test_vllm_is_asked_for_no_special_tokens_beside_those_of_the_chat_template(f
     engine = SimpleNamespace(llm=SimpleNamespace(chat=chat), tokenizer=tokenizer, wake=lambda: None, sleep=lambda: None)
     replies = VLLMReplies.__new__(VLLMReplies)
     replies.max_tokens, replies._engine = 4, engine
-    assert replies([[{"role": "user", "content": "?"}]], "cpu") == [(tokenizer.decode([72, 73]), 2)]
+    assert replies([[{"role": "user", "content": "?"}]], "cpu") == [(tokenizer.decode([72, 73]), 2, True)]
     assert asked["tokenization_kwargs"] == {"add_special_tokens": False}

@@ -10,7 +10,7 @@ from ...errors import ConfigError
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?")
-_DIVIDED = re.compile(r"\d(?: ?/ ?|:|\}\{)$")  # before the last number of a fraction, a ratio, a time
+_DIVIDED = re.compile(r"(?:[\w)}%] ?[/⁄] ?\(?|\d(?: : |:)|\} ?\{|frac(?:\d\{)?)$")  # of a fraction, a ratio
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
 
@@ -90,7 +90,7 @@ def last_number(text: str) -> float | None:
     A `-` after a digit is not a sign."""
     found = list(_NUMBER.finditer(text))
     start = found[-1].start() if found else 0
-    if not found or _DIVIDED.search(text, max(0, start - 4), start):
+    if not found or _DIVIDED.search(text, max(0, start - 7), start):
         return None
     token = found[-1].group()
     if token[0] in "+-" and start > 0 and text[start - 1].isdigit():
@@ -104,7 +104,7 @@ class Numeric:
     """1 when the last number of the final answer equals the reference's within the tolerances, else 0.
 
     tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference. A fraction
-    such as 3/4 is none: `math` reads it.
+    such as 3/4 is none, `math` reads it, nor is what may be a ratio or a time: 1:5, also of `Answer 1:5`.
     """
 
     needs_reference = True

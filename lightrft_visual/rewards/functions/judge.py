@@ -20,7 +20,7 @@ from ...errors import ConfigError, refused_as
 from ..batch import Failed, RewardBatch
 from ..remote.wire import BadReply
 from .judge_engines import Messages, TransformersReplies, VLLMReplies
-from .vlm_judge import SCORE_PATTERN, Judging
+from .vlm_judge import CUT, SCORE_PATTERN, Judging
 
 TEMPLATE = ("question", "system", "reply", "pattern", "low", "high", "max_tokens")  # what a file of one may hold
 
@@ -54,9 +54,12 @@ class Schema(Judging):
         return found
 
     def fields(self, text: str, cut: bool) -> dict[str, float]:
-        """{field: number in 0..1}. Raises BadReply as `read`, and where one is missing, no number or out of range."""
+        """{field: number in 0..1}. Raises BadReply as `read`, and where one is missing, no number or out of range; with
+        `reply` also for a cut text, which may hold a draft."""
         if not self.reply:
             return {"score": self.read(text, cut)}
+        if cut:
+            raise BadReply(CUT)
         start, end = text.rfind("{"), text.rfind("}")
         try:
             given = json.loads(text[start : end + 1])
@@ -117,9 +120,9 @@ class Judge:
         keys = [_key(messages) for messages in asked]
         new = {key: messages for key, messages in zip(keys, asked) if key not in self._known}
         replied = self._replies(list(new.values()), device) if new else []
-        for key, (text, tokens) in zip(new, replied):
+        for key, (text, tokens, cut) in zip(new, replied):
             try:
-                self._known[key] = self.schema.fields(text, tokens >= self.schema.max_tokens), tokens
+                self._known[key] = self.schema.fields(text, cut), tokens
             except BadReply as problem:
                 self._known[key] = str(problem), tokens
         replies = [self._known[key] for key in keys]

@@ -12,7 +12,7 @@ from ...runtime.offload import on_device
 from .image_scoring import in_batches, load_checkpoint
 
 Messages = list[dict[str, Any]]
-Reply = tuple[str, int]  # text, tokens
+Reply = tuple[str, int, bool]  # text, tokens, whether max_tokens cut it
 
 
 class TransformersReplies:
@@ -39,8 +39,10 @@ class TransformersReplies:
                 made = model.generate(**inputs, do_sample=False, max_new_tokens=self.max_tokens)
                 made = made[:, inputs["input_ids"].shape[1] :]
                 texts = self._processor.batch_decode(made, skip_special_tokens=True)
-                pad = self._processor.tokenizer.pad_token_id
-                found |= {order[i]: (text, int((row != pad).sum())) for i, text, row in zip(part, texts, made)}
+                pad, ends = self._processor.tokenizer.pad_token_id, model.generation_config.eos_token_id
+                ends = {pad, *(ends if isinstance(ends, list) else [ends])}
+                cut = [token not in ends for token in made[:, -1].tolist()]
+                found |= zip((order[i] for i in part), zip(texts, (made != pad).sum(dim=1).tolist(), cut))
         return [found[index] for index in range(len(asked))]
 
     def close(self) -> None:
@@ -81,9 +83,9 @@ class VLLMReplies:
             made = self._engine.llm.chat(questions, parameters, use_tqdm=False, tokenization_kwargs=special)
         finally:
             self._engine.sleep()
-        replies = [each.outputs[0].token_ids for each in made]  # vLLM's text lacks bytes that are no whole character
-        texts = self._engine.tokenizer.batch_decode(replies, skip_special_tokens=True)
-        return [(text, len(reply)) for text, reply in zip(texts, replies)]
+        replies = [each.outputs[0] for each in made]  # vLLM's text lacks bytes that are no whole character
+        texts = self._engine.tokenizer.batch_decode([each.token_ids for each in replies], skip_special_tokens=True)
+        return [(t, len(each.token_ids), each.finish_reason == "length") for t, each in zip(texts, replies)]
 
     def close(self) -> None:
         """Give its memory back."""

@@ -36,6 +36,8 @@ MARKS = re.compile(
 )
 SCORE_PATTERN = r"(?i)score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?(?:\s+is|\s+of)?[^\w.-]{0,8}(-?(?:\d+(?:\.\d+)?|\.\d+))"
 
+CUT = "the judge's reply was cut at max_tokens"
+
 
 @dataclass(frozen=True)
 class Judging:
@@ -89,16 +91,15 @@ class Judging:
         return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
     def read(self, text: str, cut: bool = False) -> float:
-        """The score in 0..1. Raises BadReply when the text has none in range, or is cut, unless the pattern is one's
-        own: `A score of 0 would mean` is none."""
-        if cut and self.pattern == SCORE_PATTERN:
-            raise BadReply("the judge's reply was cut at max_tokens")
-        found = re.findall(self.pattern, text)
+        """The score in 0..1. Raises BadReply when the text has none in range, or it is in the line that is cut, unless
+        the pattern is one's own: `A score of 0 would mean` is none."""
+        found = list(re.finditer(self.pattern, text))
+        if cut and (not found or self.pattern == SCORE_PATTERN and "\n" not in text[found[-1].end() :]):
+            raise BadReply(CUT)
         if not found:
             raise BadReply("the judge's text has no score")
-        last = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
         try:
-            value = float(last)
+            value = float(found[-1][1] or "")
         except ValueError:
             raise BadReply("the judge's score is not a number") from None
         if not self.low <= value <= self.high:

@@ -47,8 +47,9 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         one_each = not isinstance(result[0], list | tuple) and not getattr(result[0], "ndim", 0)  # of two samples
         scores, metrics = (result, {}) if result[1] is None and one_each else (result[0], result[1] or {})
     elif isinstance(result, Mapping):
-        scores = result[score_key(result, f"reward function {name} returned a dict")]
-        metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
+        key = score_key(result, f"reward function {name} returned a dict")
+        scores = result[key]
+        metrics = {k: v for k, v in result.items() if k not in (key, "scores", "extra_logs") and v is not None}
         metrics |= result.get("extra_logs") or {}
     read = _read_scores(scores, name, size, lenient)
     for key, value in metrics.items():
@@ -59,12 +60,12 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
 
 
 def score_key(result: Mapping[str, Any], what: str) -> str:
-    """Which of SCORE_KEYS holds the scores. Raises RewardError where none does, and where it could be two; of `rewards`
-    and `scores`, as OpenRLHF has them, it is the first. what: begins the error."""
+    """Which of SCORE_KEYS holds the scores. Raises RewardError where none does, and where it could be two, none of them
+    `rewards`. what: begins the error."""
     found = [key for key in SCORE_KEYS if key in result]
     if not found:
         raise RewardError(f"{what} without scores: give it one of {SCORE_KEYS}")
-    if len(found) > 1 and found != ["rewards", "scores"]:
+    if len(found) > 1 and found[0] != "rewards":
         raise RewardError(f"{what} with {' and '.join(found)}, any of which could be the score: rename the others")
     return found[0]
 
@@ -418,8 +419,8 @@ class CallableSource(Source):
         self.signature = Signature(self.function, self.name)
         self.uses_device = "device" in {*Signature(function, self.name).names, *self.signature.names}
         self.form = choose_form(form, self.function, self.signature)
-        bound = self.function.keywords if isinstance(self.function, partial) else {}  # no column takes its place
-        self.given = {**bound, **self.given}
+        bound = self.function.keywords if isinstance(self.function, partial) else {}
+        self._bound = {*bound}.difference(self.given)  # no column takes its place
         if self.form.told:
             say_form(self.name, self.form.told)
 
@@ -478,6 +479,7 @@ class CallableSource(Source):
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"
         arguments = _bind(self.signature, self.name, batch, given, form)
+        arguments = {name: value for name, value in arguments.items() if name not in self._bound}
         if self.copies:
             arguments = own(arguments, {})
         if self.signature.by_position:

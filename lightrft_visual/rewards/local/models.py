@@ -28,6 +28,7 @@ from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
 from ...runtime.usercode.calls import AsRewardError
 from ...runtime.usercode.loading import callable_name
+from ...runtime.usercode.sandbox import signature_of
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, Source
 from .callables import as_list
 
@@ -266,7 +267,7 @@ class TorchModel(HeldModel):
     def __init__(self, name: str, model: nn.Module, pad_id: int, offload: bool, packing: bool) -> None:
         super().__init__(name, model, offload)
         self.pad_id, self.packing = pad_id, packing
-        parameters = inspect.signature(model.forward).parameters
+        parameters = signature_of(model).parameters
         takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         takes_all = takes_all and not isinstance(model, PreTrainedModel)  # those hand them on to their layers
         self.inputs = [each for each in (*MODEL_INPUTS, *VISION_INPUTS) if takes_all or each in parameters]

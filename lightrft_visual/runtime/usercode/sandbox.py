@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -228,15 +228,22 @@ HANDED_ON = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  #
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What a call takes; of a torch module, what its forward takes; of a decorator's function that hands all on, what
-    the one function takes that it holds. Raises as `inspect.signature`."""
+    """What a call takes; of a torch module that hands all on, what its forward takes, or the module that it is a front
+    of, as of torch.compile; of a decorator's function likewise, what the one function takes that it holds. Raises as
+    `inspect.signature`."""
     inner, torch = inspect.unwrap(function), sys.modules.get("torch")
-    if inspect.isfunction(inner) and [p.kind for p in inspect.signature(inner).parameters.values()] == HANDED_ON:
+    if inspect.isfunction(inner) and _hands_on(inner):
         held = list(_held(inner))
         if len(held) == 1 and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(inner)):
             return signature_of(held[0])
-    by_forward = torch and isinstance(inner, torch.nn.Module) and type(inner).__call__ is torch.nn.Module.__call__
-    return inspect.signature(inner.forward if by_forward else function)
+    if torch is None or not isinstance(inner, torch.nn.Module) or not _hands_on(inner.__call__):
+        return inspect.signature(function)
+    behind = getattr(inner, "_orig_mod", getattr(inner, "module", None)) if _hands_on(inner.forward) else None
+    return inspect.signature(inner.forward) if behind is None else signature_of(behind)
+
+
+def _hands_on(function: Callable[..., Any]) -> bool:
+    return [p.kind for p in inspect.signature(function).parameters.values()] == HANDED_ON
 
 
 def _held(function: Any) -> Iterator[Any]:
@@ -248,11 +255,12 @@ def _held(function: Any) -> Iterator[Any]:
 
 
 class SandboxedCallable(RemoteCallable):
-    """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid."""
+    """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid.
+    settings: the names of its settings."""
 
-    def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
+    def __init__(self, loaded: LoadedFunction, seconds: float, settings: Collection[str] = ()) -> None:
         self.__signature__ = signature_of(loaded)
-        if inspect.isclass(loaded.function) or not set(self.__signature__.parameters) - {"device"}:
+        if inspect.isclass(loaded.function) or not {*self.__signature__.parameters} - {"device", *settings}:
             raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
         self.function, self.seconds = loaded.function, seconds
         path, _, name = loaded.spec.rpartition(":")

@@ -254,9 +254,15 @@ def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
 
 
 def _scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutput) -> ExperienceDiffusion:
-    """The experience of one micro-batch; advantages are still to come."""
+    """The experience of one micro-batch; advantages are still to come. Of invalid samples what is not finite is 0: NaN
+    times their weight of 0 would be the loss."""
+    lost, result = ~scored.valid, drawn.result
+    for name in ("latents", "trajectory", "log_probs", "means") if lost.any() else ():
+        if (values := getattr(result, name)) is not None:
+            broken = lost.to(values.device).view(-1, *[1] * (values.dim() - 1)) & ~values.isfinite()
+            result = replace(result, **{name: values.masked_fill(broken, 0)})
     experience = experience_of(
-        drawn.result, drawn.conditions, group_id=requests.group_ids, sample_id=requests.sample_ids,
+        result, drawn.conditions, group_id=requests.group_ids, sample_id=requests.sample_ids,
         policy_version=drawn.policy_version, shared=drawn.shared,
     )  # fmt: skip
     experience.valid = scored.valid

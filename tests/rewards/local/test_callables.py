@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -75,6 +76,17 @@ def test_scores_of_one_sample_may_be_squeezed(scores):
 def test_a_dict_with_two_scores_is_refused():
     with pytest.raises(RewardError, match="returned a dict with score and reward, any of which could be the score"):
         parse_result({"reward": [1.0], "score": [0.0]}, "f", 1)
+    read = parse_result({"rewards": [1.0], "overall": [0.5], "looks": [0.2]}, "judge", 1)  # its fields are metrics
+    assert read.values.tolist() == [1] and read.extras["overall"].tolist() == [0.5]
+
+
+def test_what_a_partial_binds_is_its_own_at_each_call():
+    def counted(responses, memo):
+        memo.append(responses)
+        return [float(len(memo))] * len(responses)
+
+    source = CallableSource(partial(counted, memo=[]))
+    assert [source.score(BATCH).values[0] for _ in range(3)] == [1, 2, 3]
 
 
 def test_metrics_whose_names_become_equal_have_names_of_their_own():

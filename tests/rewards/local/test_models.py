@@ -125,7 +125,25 @@ class Called(torch.nn.Module):
     def __call__(self, completions):
         return [float(len(each)) for each in completions]
 
-model, count, called = Sum(), Count(), Called()
+class Front(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Sum()
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **{key: kwargs[key] for key in kwargs if key == "attention_mask"})
+
+class Logged(Count):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+class Built(Count):
+    def __init__(self):
+        super().__init__()
+        self.base_model = torch.nn.Linear(1, 1)
+
+model, count, called, front, logged, built = Sum(), Count(), Called(), Front(), Logged(), Built()
+compiled, compiled_count = (torch.compile(each(), backend="eager") for each in (Sum, Count))
 """
 
 
@@ -133,7 +151,8 @@ def test_torch_module_of_a_file_is_a_model_where_it_reads_token_ids_and_a_functi
     (tmp_path / "mine.py").write_text(MODULES)
     samples = make_samples(["a", "bb"])
     found = {}
-    for name in ("model", "count", "called", "Sum"):
+    models, functions = ("model", "front", "compiled"), ("count", "called", "logged", "built", "compiled_count")
+    for name in (*models, *functions, "Sum"):
         function = load_reward_fn(f"{tmp_path}/mine.py:{name}")
         if name == "Sum":
             with pytest.raises(ConfigError, match="mine.py:Sum is the class of a reward model: name an object"):
@@ -147,7 +166,7 @@ def test_torch_module_of_a_file_is_a_model_where_it_reads_token_ids_and_a_functi
             assert score.tolist() == found[name]
             forget(names)
     model = (samples.sequences * samples.attention_mask).sum(dim=1).tolist()
-    assert found == {"model": model, "count": [1.0, 2.0], "called": [1.0, 2.0]}
+    assert found == dict.fromkeys(models, model) | dict.fromkeys(functions, [1.0, 2.0])
 
 
 def test_torch_module_errors():

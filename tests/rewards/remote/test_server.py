@@ -149,12 +149,14 @@ def test_a_scorer_that_a_plugin_registers_is_served(monkeypatch, tmp_path):
     assert post(create_app(served[0]), asked).json() == {"rewards": [2.0]}
 
 
-@pytest.mark.parametrize("which", [["--scorer", "clip_score"], ["--components", "clip_score=1"]])
-def test_a_served_model_stays_on_its_device(which, monkeypatch):
+@pytest.mark.parametrize(
+    "which", ["--scorer clip_score", "--components clip_score=1", "--components clip_score=1 --components exact=1"]
+)
+def test_a_served_model_stays_on_its_device_where_no_other_shares_it(which, monkeypatch):
     made = []
     monkeypatch.setattr(clip, "CLIPPairs", lambda *given: made.append(given))
-    serve_reward.build(serve_reward.build_parser().parse_args(which))
-    assert made[0][-1] is False  # offload
+    serve_reward.build(serve_reward.build_parser().parse_args(which.split()))
+    assert made[0][-1] == ("exact" in which)  # offload
 
 
 def nested(levels):

@@ -10,7 +10,6 @@ import torch
 
 from lightrft_visual.algorithms.diffusion.context import LossContext, weighted_mean
 from lightrft_visual.algorithms.diffusion.ddpo import DPOK
-from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import PAIR
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
@@ -33,7 +32,7 @@ from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 from lightrft_visual.runtime.phase_timer import PhaseTimer
 from lightrft_visual.trainer.diffusion.build import loss_of
-from lightrft_visual.trainer.diffusion.maker import DiffusionExperienceMaker, Drawn
+from lightrft_visual.trainer.diffusion.maker import DiffusionExperienceMaker, Drawn, _scored_experience
 from lightrft_visual.trainer.diffusion.parts import DrawingSource
 from lightrft_visual.trainer.diffusion.stages import (
     GIB,
@@ -72,8 +71,8 @@ class Gradients:
         return found
 
 
-def trained(policy, advantages, skip, steps_per_forward=1, loss=CLIPPED, metrics=None):
-    experience, _ = sampled(policy, noise=NoiseConfig(), advantages=advantages, steps=3)
+def trained(policy, advantages, skip, steps_per_forward=1, loss=CLIPPED, metrics=None, broken=False):
+    experience, _ = sampled(policy, noise=NoiseConfig(), advantages=advantages, steps=3, broken=broken)
     buffer, engine = NaiveReplayBuffer(2), Gradients(policy)
     buffer.append(experience)
     algorithm = registry.diffusion_algorithms["flow_grpo" if isinstance(loss, FlowGRPO) else "diffusion_dpo"]
@@ -131,6 +130,12 @@ def test_a_valid_score_that_is_not_finite_ends_a_reward_update_before_its_step()
     update.engine.step = None
     with pytest.raises(RewardError, match="mine: a score that is marked valid is not finite"):
         update.step(samples, None, 0, 0, MetricsAccumulator())
+
+
+def test_a_sample_with_latents_that_are_not_finite_leaves_an_update_as_it_is():
+    drawing, advantages = policy(), [1.0, 0.3, -0.5, 2.0, 0.0, -1.0]
+    whole, broken = (trained(drawing, advantages, False, broken=each)[0] for each in (False, True))
+    assert all(map(torch.equal, whole, broken)) and any(each.any() for each in whole)
 
 
 class Gives(FlowGRPO):
@@ -251,8 +256,9 @@ def test_steps_that_share_a_forward_give_the_same_gradient(together):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-8)
 
 
-def sampled(policy, keep=(), noise=None, window=0, advantages=(1.0, 0.0, -0.5, 2.0), steps=4):
-    """Samples of a stochastic step less than `steps`; the last one is invalid. (experience, kept steps)"""
+def sampled(policy, keep=(), noise=None, window=0, advantages=(1.0, 0.0, -0.5, 2.0), steps=4, broken=False):
+    """Samples of a stochastic step less than `steps`; the last one is invalid, and its latents are NaN where `broken`.
+    (experience, kept steps)"""
     count = len(advantages)
     conditions = policy.encode_prompts(["a red circle", "a blue cross"] * (count // 2))
     batch = DiffusionBatch(conditions, policy.latent_shape(32, 32), count)
@@ -260,9 +266,13 @@ def sampled(policy, keep=(), noise=None, window=0, advantages=(1.0, 0.0, -0.5, 2
     generators = sample_generators(1, 0, range(count))
     result = sampler.sample(policy, batch, generator=generators, window=window, keep=keep)
     ids = torch.arange(count)
-    experience = experience_of(result, conditions, group_id=ids % 2, sample_id=ids)
+    if broken:
+        for each in (result.latents, result.trajectory, result.log_probs):
+            each[-1] = float("nan")
+    requests = replace(drawing_batch([PromptRow("", [])] * count, ids.tolist(), 0), group_ids=ids % 2)
+    scored = RewardOutput(torch.zeros(count), {}, ids < count - 1)
+    experience = _scored_experience(Sampled(result, conditions, None, 0), requests, scored)
     experience.advantages = torch.tensor(advantages)
-    experience.valid = ids < count - 1
     return experience, result.kept
 
 
