@@ -34,7 +34,6 @@ SETTINGS = "config.resolved.yaml"  # of a run
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 # Of a run's configuration, for its model alone.
 KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "guard", "plugins")
-OF_TEMPLATES = ("system_prompt", "chat_template_kwargs")
 MEASURED = {"train": ("seed",), "output": ("eval_seed", "eval_samples_per_prompt")}  # and this, without a suite
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
@@ -283,7 +282,7 @@ def _without_idle(run: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
     """The configuration of a run without what nothing reads beside the settings `asked` for."""
     engine = asked.get("engine_type") not in (None, (run.get("rollout") or {}).get("engine_type"))
     plain = str(asked.get("apply_chat_template")).lower() in FALSE_WORDS
-    idle = {"rollout": OF_ENGINES if engine else (), "data": OF_TEMPLATES if plain else ()}
+    idle = {"rollout": OF_ENGINES if engine else (), "data": ("system_prompt", "chat_template_kwargs") if plain else ()}
     return {
         name: {k: v for k, v in section.items() if k not in idle[name]} if section and name in idle else section
         for name, section in run.items()

@@ -74,8 +74,8 @@ class RowChecks:
 
 @dataclass(frozen=True)
 class _Found:
-    """A sound row, without its media. tokens: of its videos and images beyond their placeholders; response: tokens of
-    what is to be answered; length: of both and the text; text: rendered; draws: whether it asks for an image; videos:
+    """A sound row, without its media. tokens: of its videos and images beyond their placeholders, and once the text is
+    counted, of all; response: of what is to be answered; text: rendered; draws: whether it asks for an image; videos:
     whether it has any."""
 
     label: str | None
@@ -85,7 +85,6 @@ class _Found:
     text: str | None = None
     tokens: int = 0
     response: int = 0
-    length: int = 0
     draws: bool = False
     videos: bool = False
 
@@ -317,7 +316,7 @@ class PromptDataset:
                 self.columns |= found.columns
                 self.has_references |= found.has_reference
                 self.has_drawings |= found.draws
-                self.longest = max(self.longest, found.length)
+                self.longest = max(self.longest, found.tokens + found.response)
                 forms.add(found.form)
                 admitted += 1
                 if admitted == max_rows:
@@ -449,7 +448,7 @@ class PromptDataset:
             return found
         sound = [place for place, each in enumerate(found) if isinstance(each, _Found)]
         for place, length in zip(sound, self._lengths([found[place] for place in sound])):
-            found[place] = replace(found[place], text=None, length=length + found[place].response)
+            found[place] = replace(found[place], text=None, tokens=length)
             if length > self.checks.prompt_max_len:
                 name = source.name(rows[place])
                 found[place] = BadRow(name, LONG_PROMPT, f"{name}: {self._too_long(length)}")

@@ -13,7 +13,6 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from ..config import registry
@@ -351,8 +350,7 @@ def _place_media(
         if listed[kind] and not any(part == kind for _, parts in parsed for part, _ in parts):
             _put_before_text(parsed, kind, len(listed[kind]))
         open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
-        if open_places != len(listed[kind]):
-            given = len(listed[kind])
+        if open_places != (given := len(listed[kind])):
             text = f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)"
             raise DataError(text, "placeholders")
         supply = iter(listed[kind])
@@ -425,6 +423,4 @@ def _resolve_video(source: Any, root: Any) -> Any:
         return {**source, "video": _resolve_video(source["video"], root)}
     if isinstance(source, (list, tuple)):
         return [resolve_source(frame, root) for frame in source]
-    if isinstance(source, (np.ndarray, torch.Tensor, Image.Image)):
-        return source
     return resolve_source(source, root)
