@@ -14,7 +14,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from .config import registry
-from .config.command_line import help_text
+from .config.command_line import HELP_WORDS, help_text
 from .config.leaves import Leaf, names_of
 from .config.load import CONFIG_DIRS, config_or_exit
 from .config.recipes import available, load_plugins, plugins_in, yaml_value
@@ -100,7 +100,7 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
     """
     root, defaults = ALGORITHMS[name]
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help", "--help-all", "--help_all"} & set(words):
+    if set(HELP_WORDS) & set(words):
         _help(root, words)
         return
     config = config_or_exit(root.schema, words, defaults=defaults)

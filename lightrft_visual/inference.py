@@ -219,8 +219,9 @@ def _configured(
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
+        run = _without_idle(checkpoint.run, asked)
         if checkpoint.resumable:
-            tree = dict(checkpoint.run)
+            tree = dict(run)
             own |= {"cfg_in_training": True} if tree["algorithm"].get("cfg_in_training") is False else {}
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
             own["max_steps"] = tree["train"]["max_steps"]
@@ -229,17 +230,14 @@ def _configured(
             named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
             own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
         else:
-            tree = {name: checkpoint.run[name] or {} for name in KEPT if name in checkpoint.run}
+            tree = {name: run[name] or {} for name in KEPT if name in run}
             for section, names in MEASURED.items() if suite is None else ():
                 tree[section] = {k: v for k, v in (checkpoint.run.get(section) or {}).items() if k in names}
             for section, names in LEFT_OUT.items():
                 tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
             if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
                 tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
-            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(checkpoint.run, eval_dataset))
-        rollout = tree.get("rollout", {})
-        if asked.get("engine_type") not in (None, rollout.get("engine_type")):
-            tree["rollout"] = {k: v for k, v in rollout.items() if k not in OF_ENGINES}
+            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(run, eval_dataset))
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
@@ -278,6 +276,17 @@ def _configured(
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
         yield trainer.config
+
+
+def _without_idle(run: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a run without what nothing reads beside the settings `asked` for."""
+    engine = asked.get("engine_type") not in (None, (run.get("rollout") or {}).get("engine_type"))
+    plain = str(asked.get("apply_chat_template")).lower() in FALSE_WORDS
+    idle = {"rollout": OF_ENGINES if engine else (), "data": ("system_prompt", "chat_template_kwargs") if plain else ()}
+    return {
+        name: {k: v for k, v in section.items() if k not in idle[name]} if section and name in idle else section
+        for name, section in run.items()
+    }
 
 
 def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:

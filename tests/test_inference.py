@@ -146,7 +146,20 @@ def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(t
     own = {"engine_quantization": "fp8", "policy_loss": "dppo_tv", "output_dir": tmp_path}
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, **own))
     assert configured(checkpoint).rollout.engine_quantization == "fp8"
-    assert configured(checkpoint, engine_type="hf").rollout.engine_quantization is None
+    found = configured(checkpoint, engine_type="hf")
+    assert found.rollout.engine_quantization is None and found.algorithm.tis_mode == "off"
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_checkpoint_is_evaluated_without_a_template_that_its_run_gave_settings(tmp_path, monkeypatch, numbered):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    own = {"system_prompt": "Be brief.", "chat_template_kwargs": {"enable_thinking": False}, "output_dir": tmp_path}
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, **own), numbered)
+    assert configured(checkpoint).data.system_prompt == "Be brief."
+    data = configured(checkpoint, apply_chat_template="false").data
+    assert (data.system_prompt, data.chat_template_kwargs) == (None, {})
+    with pytest.raises(ConfigError, match="^system_prompt does nothing with apply_chat_template false: leave it out"):
+        configured(checkpoint, apply_chat_template=False, system_prompt="Be brief.")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from .spellings import BARE_VALUES, COMMA_LISTS, SWITCHES
 
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("None", "null")
+HELP_WORDS = ("-h", "--help", "--help-all", "--help_all")
 BOOL_WORDS = (*FALSE_WORDS, "true", "yes", "on", "1")
 
 
@@ -57,6 +58,8 @@ def _check_text(argv: list[str]) -> None:
 
 def _read_argument(line: CommandLine, token: str, last: str, tokens: deque[str], names: Names) -> str:
     """One argument, and the values that follow it, into `line`; returns the setting's name. last: the one before."""
+    if token in HELP_WORDS:
+        raise ConfigError(f"{token} is of the command: `lightrft-visual train NAME {token}` lists settings")
     name, equals, value = token.removeprefix("--").lstrip("+").partition("=")  # Hydra's +name=value adds one
     if not equals and not token.startswith("--"):
         before = f"; a value of several words, such as that of --{last}, stands in quotes" if last else ""

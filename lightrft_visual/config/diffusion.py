@@ -452,8 +452,8 @@ class DiffusionRunConfig(Section):
             others = [each.name for each in registry.diffusion_algorithms if each.prediction in (found, None)]
             require(
                 wanted == found,
-                f"{self.algorithm.entry.name} trains models that predict {MEANING[wanted]}, and this one predicts "
-                f"{MEANING[found]}: use one of family {', '.join(fitting)}, or diffusion_algorithm "
+                f"{self.algorithm.entry.name} trains models that predict {MEANING[wanted]}, and this one "
+                f"predicts {MEANING.get(found, found)}: use one of family {', '.join(fitting)}, or diffusion_algorithm "
                 f"{' or '.join(others)}",
             )
         if (wanted or found) != "epsilon":

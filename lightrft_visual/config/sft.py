@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from . import idle
-from .constraints import NonNegativeFloat, PositiveInt, Section, positive_or, require, said
+from .constraints import NonNegativeFloat, PositiveInt, Section, positive_or, require
 from .placement import ResourcesConfig
 from .shared import EMBEDDED, DistributedConfig, OutputConfig
 from .vl import DataConfig, ModelConfig, TrainConfig
@@ -105,12 +105,9 @@ class SFTRunConfig(Section):
         return self.rollout.generate_max_len
 
     def check(self) -> None:
-        """The embedded model that draws has a task of its own; a best metric is of held-out rows; packed batches hold
-        the longest row."""
+        """The embedded model that draws has a task of its own; a best metric is of held-out rows."""
         self.output.check_best(self.data.evaluated)
         self.distributed.check_run(self.model, self.train)
-        told = f"{said(self.rollout, 'prompt_max_len')} + {said(self.rollout, 'generate_max_len')}"
-        self.train.check_budget(self.rollout.prompt_max_len + self.response_max_len, told)
         idle.check_any(self)
         require(
             self.model.pretrain != EMBEDDED or self.model.embedded_family != "janus",

@@ -163,8 +163,9 @@ class DataConfig(Section):
         fits = len(shares) in (0, sets)
         require(fits, f"{len(shares)} mixing probabilities for {sets} data sets (prompt_data_probs)")
         default_held_out(self, registry.tasks)
-        told = "system_prompt and chat_template_kwargs do nothing with apply_chat_template false: leave them out"
-        require(self.apply_chat_template or not (self.system_prompt or self.chat_template_kwargs), told)
+        for name in ("system_prompt", "chat_template_kwargs"):
+            told = f"{name} does nothing with apply_chat_template false: leave it out"
+            require(self.apply_chat_template or not getattr(self, name), told)
         if self.min_pixels is not None and self.max_pixels is not None:
             require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
 

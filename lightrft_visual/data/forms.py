@@ -79,7 +79,7 @@ def read_form(raw: Mapping[str, Any], config: DataConfig) -> Reading:
     if config.input_key != DataConfig.input_key:
         return Reading(raw)
     for entry, find in _forms(registry.row_forms.names()):
-        content = find(raw) if (raw.get("prompt") is None or entry.with_prompt) else None
+        content = find(raw) if (entry.with_prompt or not is_filled(raw.get("prompt"))) else None
         if content is not None:
             return _apply(raw, config, entry.name, content)
     return Reading(raw)

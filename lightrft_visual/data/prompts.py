@@ -74,8 +74,9 @@ class RowChecks:
 
 @dataclass(frozen=True)
 class _Found:
-    """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered;
-    draws: whether it asks for an image; videos: whether it has any."""
+    """A sound row, without its media. tokens: of its videos and images beyond their placeholders, and once the text is
+    counted, of all; response: of what is to be answered; text: rendered; draws: whether it asks for an image; videos:
+    whether it has any."""
 
     label: str | None
     columns: frozenset[str]
@@ -83,6 +84,7 @@ class _Found:
     has_reference: bool
     text: str | None = None
     tokens: int = 0
+    response: int = 0
     draws: bool = False
     videos: bool = False
 
@@ -105,7 +107,8 @@ class PromptDataset:
 
     sizes: rows of each data set, for PromptSampler. fingerprint: of the rows in their order. bad: rows left out.
     labels, columns: of any row; columns are those of the metadata. has_references: whether any row has one;
-    has_drawings: whether any asks for an image. video_labels: labels of the rows with videos.
+    has_drawings: whether any asks for an image. video_labels: labels of the rows with videos. longest: tokens of the
+    longest row with its response, as far as nothing of it is remote.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class PromptDataset:
         self.video_labels: set[str | None] = set()
         self.columns: set[str] = set()
         self.has_references = self.has_drawings = False
+        self.longest = 0
         model_input = self.checks.model_input
         self._most = sys.maxsize  # characters of a prompt
         if model_input is not None and self.checks.prompt_max_len is not None:
@@ -312,6 +316,7 @@ class PromptDataset:
                 self.columns |= found.columns
                 self.has_references |= found.has_reference
                 self.has_drawings |= found.draws
+                self.longest = max(self.longest, found.tokens + found.response)
                 forms.add(found.form)
                 admitted += 1
                 if admitted == max_rows:
@@ -379,10 +384,10 @@ class PromptDataset:
             told = f"the response holds {typed}, which stands for an image or video"
             raise DataError(told, "vision token in the text")
 
-    def _check_response_length(self, row: PromptRow, prompt: str) -> None:
+    def _response_length(self, row: PromptRow, prompt: str) -> int:
         key, model_input, most = self.checks.response_key, self.checks.model_input, self.checks.response_max_len
         if key is None or most is None:
-            return
+            return 0
         answer, messages = response_of(row, key), messages_of(row, self.config)
         given = template_arguments(self.config, self.checks.tools)
         text, _ = render_answer(answer, prompt, messages, model_input, self.checks.ends, given)
@@ -390,6 +395,7 @@ class PromptDataset:
         if count > most:
             told = f"the response has {count} tokens with its end token, above generate_max_len = {most}"
             raise DataError(told, LONG_PROMPT)
+        return count
 
     def _header(self, image: Any) -> Size | None:
         if is_remote(image) and self.config.allow_remote_media:
@@ -413,12 +419,12 @@ class PromptDataset:
             return found
         self._check_text(row)
         text = render_prompt(row, model_input, self.config, self.checks.media, self.checks.tools)
-        self._check_response_length(row, text)
+        response = self._response_length(row, text)
         self.checks.media.check_prompt(text, len(row.images), len(row.videos), model_input, row.source)
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return replace(found, text=text, tokens=tokens, draws=row.draw)
+        return replace(found, text=text, tokens=tokens, response=response, draws=row.draw)
 
     def _check_text(self, row: PromptRow) -> None:
         """It may not be longer than any prompt of prompt_max_len tokens, nor hold a token that the model reads as an
@@ -442,7 +448,7 @@ class PromptDataset:
             return found
         sound = [place for place, each in enumerate(found) if isinstance(each, _Found)]
         for place, length in zip(sound, self._lengths([found[place] for place in sound])):
-            found[place] = replace(found[place], text=None)
+            found[place] = replace(found[place], text=None, tokens=length)
             if length > self.checks.prompt_max_len:
                 name = source.name(rows[place])
                 found[place] = BadRow(name, LONG_PROMPT, f"{name}: {self._too_long(length)}")

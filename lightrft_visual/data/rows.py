@@ -13,7 +13,6 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from ..config import registry
@@ -128,10 +127,12 @@ def response_of(row: PromptRow, key: str) -> str:
     """What the model is to answer, for supervised training: the column `key`, which is response_key; by its default
     name, where it holds nothing, what the assistant says in messages or a completion, else without it the reference.
     Raises DataError for a row without a text of these."""
-    found = row.metadata.get(key)
-    found = row.answer if found is None and key == RESPONSE else found
+    given = row.metadata.get(key)
+    elsewhere = key == RESPONSE and not is_filled(given)
+    found = row.answer if elsewhere else given
+    way_on = _way_on(row) if elsewhere and not is_filled(found) else ""
     if found is None and key in row.metadata:
-        raise DataError(f"column {key!r} (response_key) is empty", "response")
+        raise DataError(f"column {key!r} (response_key) is empty{way_on}", "response")
     if found is None and key != RESPONSE:
         raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
     found = row.reference if found is None else found
@@ -139,10 +140,16 @@ def response_of(row: PromptRow, key: str) -> str:
         found = str(found) if is_filled(found) else None
     if not isinstance(found, str) or not found.strip():
         kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
-        holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
-        way_on = " (--data_format messages answers the last message)" if "messages" in row.metadata else ""
+        holder = f"column {key!r} and reference hold" if given is None else f"column {key!r} holds"
         raise DataError(f"the row has no response: {holder} {kind}, not a text{way_on}", "response")
     return found
+
+
+def _way_on(row: PromptRow) -> str:
+    """To the answer that messages beside the prompt end with."""
+    messages = json_list(row.metadata.get("messages"))
+    answered = are_mappings(messages) and messages[-1].get("role") == "assistant"
+    return " (--data_format messages answers the last message)" if answered else ""
 
 
 def _with_inner(columns: Mapping[str, Any], config: DataConfig) -> Mapping[str, Any]:
@@ -159,7 +166,7 @@ def _answer_apart(reading: Reading, config: DataConfig) -> Reading:
     unfit = reading.content.unfit if reading.content and config.data_format != "auto" else ""
     if key is None and unfit and _find_reference(columns, config)[0] is None:
         raise DataError(unfit, "reference form")
-    if key is None or columns.get(key) is not None:
+    if key is None or is_filled(columns.get(key)):
         return reading
     content = reading.content and (reading.content.supervised or reading.content)
     if content is None or (content.reference is None and not content.unread):
@@ -343,8 +350,7 @@ def _place_media(
         if listed[kind] and not any(part == kind for _, parts in parsed for part, _ in parts):
             _put_before_text(parsed, kind, len(listed[kind]))
         open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
-        if open_places != len(listed[kind]):
-            given = len(listed[kind])
+        if open_places != (given := len(listed[kind])):
             text = f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)"
             raise DataError(text, "placeholders")
         supply = iter(listed[kind])
@@ -417,6 +423,4 @@ def _resolve_video(source: Any, root: Any) -> Any:
         return {**source, "video": _resolve_video(source["video"], root)}
     if isinstance(source, (list, tuple)):
         return [resolve_source(frame, root) for frame in source]
-    if isinstance(source, (np.ndarray, torch.Tensor, Image.Image)):
-        return source
     return resolve_source(source, root)

@@ -315,8 +315,9 @@ def _load_folder(path: Path, split: str) -> Any:
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except (datasets.exceptions.DatasetsError, *_ARROW_ERRORS) as error:
-        way_on = "(name one of its files, or give load_dataset(...) from Python)"
-        raise DataError(f"{path}: not a data set folder: {error} {way_on}") from error
+        several = "Config name is missing" in str(error)
+        way_on = " (name one of its files, or give load_dataset(...) from Python)" if several else ""
+        raise DataError(f"{path}: not a data set folder: {error}{way_on}") from error
     if isinstance(found, datasets.Dataset):
         return found
     if split not in found:

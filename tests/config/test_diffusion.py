@@ -100,6 +100,11 @@ def test_dpok_has_a_kl_by_default(arguments: list[str], beta: float) -> None:
     assert config.only_advantages_count == (beta == 0)
 
 
+def test_a_prediction_of_a_family_of_ones_own_is_named_where_an_algorithm_wants_another() -> None:
+    with pytest.raises(ConfigError, match="flow_grpo trains models that predict a velocity, and this one predicts v:"):
+        load_config(DiffusionRunConfig, []).check_prediction("v")
+
+
 def test_a_loss_of_ones_own_sees_samples_of_advantage_0_too(monkeypatch) -> None:
     config = load("--pretrain", "model", "--prompt_data", "rows.csv", "--beta", "0")
     assert config.only_advantages_count

@@ -109,6 +109,8 @@ def test_values_take_the_type_of_their_field() -> None:
         (["--no_bf16=true"], ("did you mean 'bf16=false'",)),
         (["--resume", "auto"], ("output.load_checkpoint", "a folder, or auto, is --resume_from")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
+        (["--help"], ("`lightrft-visual train NAME --help`",)),
+        (["-h"], ("`lightrft-visual train NAME -h`",)),
         pytest.param(["--lora_target", "q_proj"], ("--lora_target_modules",), marks=pytest.mark.plugin("compat")),
         (["--steps", "9"], ("similar settings: --eval_steps", "--max_steps")),
         (["--num_inference_steps", "9"], ("belongs to diffusion runs",)),

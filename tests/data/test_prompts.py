@@ -441,7 +441,8 @@ def test_a_response_is_as_long_as_the_template_writes_it(folder, tokenizer, monk
         supervised = dict(response_key="response", response_max_len=longest, ends={"<|im_end|>": 2})
         return open_rows(folder / "said.jsonl", checks=RowChecks(None, tokenizer, 100, **supervised))
 
-    assert len(opened(most)) == 1
+    found = opened(most)
+    assert len(found) == 1 and found.longest == lengths(found, tokenizer)[0] + most
     with pytest.raises(DataError, match=f"the response has {most} tokens with its end token"):
         opened(most - 1)
 

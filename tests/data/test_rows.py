@@ -268,6 +268,9 @@ ASKED, SAID = {"role": "user", "content": "what colour?"}, {"role": "assistant",
         ({"messages": [ASKED, SAID]}, {"input_key": "messages"}),
         ({"messages": [ASKED, SAID]}, {}),
         ({"messages": [ASKED, SAID], "response": None}, {}),
+        ({"messages": [ASKED, SAID], "response": ""}, {}),
+        ({"messages": [ASKED, SAID], "response": float("nan"), "prompt": float("nan")}, {}),
+        ({"messages": [ASKED, SAID], "response": [], "prompt": ""}, {}),
         ({"messages": [ASKED, SAID], "prompt": "what colour?"}, {"data_format": "messages"}),
     ],
 )
@@ -327,6 +330,11 @@ def test_an_answer_with_empty_calls_and_reasoning_is_trained_as_text():
         ({"reference": ["red"]}, "response", "column 'response' and reference hold list, not a text"),
         ({}, "response", "column 'response' and reference hold nothing, not a text$"),
         ({"messages": [ASKED, SAID]}, "response", "hold nothing, not a text .--data_format messages answers the last"),
+        ({"messages": [ASKED, SAID], "response": ""}, "response", "is empty .--data_format messages answers the last"),
+        ({"messages": [ASKED], "response": None}, "response", "is empty$"),
+        ({"messages": [ASKED]}, "response", "hold nothing, not a text$"),
+        ({"messages": [ASKED, SAID], "response": ["red"]}, "response", "holds list, not a text$"),
+        ({"messages": [ASKED, SAID], "said": None}, "said", "is empty$"),
     ],
 )
 def test_a_response_that_is_no_text_is_an_error_that_names_its_column(raw, key, told):

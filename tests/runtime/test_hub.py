@@ -127,6 +127,9 @@ def test_data_of_several_configurations_are_refused_with_the_way_on(tmp_path, mo
         (tmp_path / name).write_text('{"prompt": "q"}\n')
     with pytest.raises(DataError, match=r"(?s)Config name is missing.* \(name one of its files, or give load_dataset"):
         open_source(tmp_path, "train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="(?s)not a data set folder(?!.*load_dataset)"):
+        open_source(tmp_path / "empty", "train")
     plain = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: plain(str(tmp_path), split=split))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "")

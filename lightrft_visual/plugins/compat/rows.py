@@ -5,7 +5,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...data.forms import UNREAD, Content, are_mappings, are_messages, is_filled, json_list, messages_in, without_answer
+from ...data.forms import (
+    MEDIA_COLUMNS,
+    UNREAD,
+    Content,
+    are_mappings,
+    are_messages,
+    is_filled,
+    json_list,
+    messages_in,
+    without_answer,
+)
+from ...data.media import looks_like_media
 from ...errors import DataError
 
 QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
@@ -62,8 +73,7 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
     if not are_mappings(turns):
         return None
     messages = []
-    has = {kind: any(is_filled(raw.get(name)) for name in (kind, f"{kind}s")) for kind in ("image", "video")}
-    as_video = has["video"] and not has["image"] and "<video>" not in str(turns)  # LLaVA writes <image> for both
+    as_video = _shows_videos_alone(raw) and "<video>" not in str(turns)  # LLaVA writes <image> for both
     for place, turn in enumerate(turns):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         text = text.replace("<image>", "<video>") if as_video and isinstance(text, str) else text
@@ -73,6 +83,14 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
         beside = {key: turn[key] for key in UNREAD if key in turn}
         messages.append({"role": _SPEAKERS[speaker], "content": text, **beside})
     return without_answer(_with_system(raw, messages), ("conversations", "system"))
+
+
+def _shows_videos_alone(raw: Mapping[str, Any]) -> bool:
+    """Whether it has videos, and nothing that may be an image."""
+    usual = {kind: (f"{kind}s", *names) for kind, names in MEDIA_COLUMNS.items()}
+    others = {name: cell for name, cell in raw.items() if name not in usual["video"] and is_filled(cell)}
+    shows = any(name in usual["image"] or looks_like_media(str(name), cell, "image") for name, cell in others.items())
+    return any(is_filled(raw.get(name)) for name in usual["video"]) and not shows
 
 
 def _history(raw: Mapping[str, Any]) -> list[dict[str, Any]]:

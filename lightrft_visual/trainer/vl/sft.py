@@ -216,6 +216,7 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
             ends=checkpoint.ends,
         )
         dataset, eval_set = datasets_of(config.data, checks)
+    config.train.check_budget(dataset.longest, f"the longest row of the data has {dataset.longest} tokens")
     steps, sampler = prompt_schedule(config, dataset, _fitted_size(config, dataset))
     loop = LoopSettings(steps, config.output, resume_folder, model, sampler.batch_size)
     run = open_run(config, loop, locks, [each for each in (dataset, eval_set) if each is not None])

@@ -30,6 +30,15 @@ def test_llava_video_whose_place_is_marked_as_an_image_is_read(column, mark):
     assert (row.videos, row.images) == (["a.mp4"], ["a.png"])
 
 
+@pytest.mark.parametrize("column", ["image_path", "img", "image_url", "pics"])
+def test_llava_places_of_images_stay_beside_a_video_where_the_images_have_a_column_of_any_name(column):
+    turns = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}]
+    raw = {"video": "a.mp4", column: "data:image/png;base64,iVBORw0KGgo=", "conversations": turns}
+    config = DataConfig(images_key=column) if column == "pics" else DataConfig()
+    row = parse_row(raw, config, source="rows", root=None)
+    assert parts(row) == "[image][video]what?" and len(row.images) == len(row.videos) == 1
+
+
 def test_verl(read, png, tmp_path):
     def rows(image):
         return [{

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lightrft_visual import GRPOTrainer, SFTTrainer, sample
-from lightrft_visual.errors import DataError
+from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 
@@ -65,7 +65,7 @@ assert inputs["input_ids"][0, -len(answer):].tolist() == answer
 assert abs(one.history[0]["loss"] - found / count) < 1e-5, (one.history, found / count)
 assert abs(one.history[0]["response_length"] - count / 4) < 1e-6
 
-packed = fit("packed", packing_samples=True, max_tokens_per_batch=256)
+packed = fit("packed", packing_samples=True, max_tokens_per_batch=256, prompt_max_len=1024)
 assert all(abs(a - b) < 1e-5 for a, b in zip(losses(whole), losses(packed))), (losses(whole), losses(packed))
 
 resumed = fit("resumed", resume_from=str(out / "whole" / "checkpoint-000002"))
@@ -98,6 +98,12 @@ for data, told in (
         assert told in str(error), error
     else:
         raise AssertionError(told)
+try:
+    fit("refused", packing_samples=True, max_tokens_per_batch=8)
+except ConfigError as error:
+    assert "the longest row of the data has" in str(error), error
+else:
+    raise AssertionError("no room for a row")
 print("all well")
 """
 
