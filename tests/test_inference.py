@@ -342,7 +342,7 @@ def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperatur": 1.0}])
-def test_rows_images_and_functions_wordsto_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
+def test_rows_images_and_functions_given_to_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
     held, judge = dict(given._objects), lambda completions: [0.0] * len(completions)
     checkpoint, rows = left_by(GRPOTrainer(output_dir=tmp_path / "run")), [{"prompt": "what?", "images": [RED]}]
     for _ in range(2):
@@ -352,14 +352,14 @@ def test_rows_images_and_functions_wordsto_an_evaluation_are_let_go_of_as_it_end
         assert given._objects == held
 
 
-def test_errors_of_sample_call_what_it_was_wordsprompts(tmp_path, data_of_sample):
+def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
     assert data_of_sample(checkpoint.path, ["a"]).eval_data.startswith("python:prompts")
     with pytest.raises(DataError, match="^prompts has no rows"):
         inference.sample(checkpoint.path, [])
 
 
-def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_wordsmay_not(tmp_path):
+def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):
     recipe = {label: [["rule", "exact", 1.0]] for label in ("a", "b")}
     own = {"gold_recipe": json.dumps(recipe), "eval_data": "org/rows", "output_dir": tmp_path}
     checkpoint = left_by(GRPOTrainer("org/model", recipe, ROWS, **own))
