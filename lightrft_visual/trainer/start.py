@@ -148,10 +148,12 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         raise ConfigError(f"{', '.join(inside)}: {told}")
     before = flat_config(read_config(folder)) if collectives.is_rank_0() else {}
     saving = {Path(each).resolve() for each in (folder, output.ckpt_path, before.get("output.ckpt_path")) if each}
-    resumed = loop.resume_folder is not None and loop.resume_folder.parent.resolve() in saving
+    saved_as = [] if loop.resume_folder is None else [loop.resume_folder]  # maybe a link
+    resumed = any(saving & {each.parent.resolve(), each.resolve().parent} for each in saved_as)
     if collectives.is_rank_0() and not resumed:
         saved = Path(output.ckpt_path or output.output_dir)
         others = [path for path in saved.glob("checkpoint-*") if not (path / MANIFEST).exists()]
+        read += saved_as
         for used, left, names in ((folder, read, OWN), (saved, [*read, *others], CHECKPOINTS)):
             aside = set_aside(used, left, names)
             if aside is not None:

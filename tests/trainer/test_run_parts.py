@@ -192,6 +192,18 @@ def test_a_run_that_goes_on_keeps_what_its_folder_holds_and_one_that_goes_on_fro
     assert (folder / "alarms.jsonl").exists() == kept == (not (folder / "earlier_runs" / "run").exists())
 
 
+@pytest.mark.parametrize(("linked", "kept"), [("", True), ("checkpoint-mine", False)])
+def test_a_checkpoint_that_a_run_goes_on_from_stays_where_it_is_also_behind_a_link(tmp_path, linked, kept):
+    """That of a run inside the run's folder too, as which its other files are put aside."""
+    folder = tmp_path / "run"
+    (folder / linked / "checkpoint-000020").mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    (tmp_path / "good").symlink_to(folder / linked / "checkpoint-000020")
+    output = OutputConfig(str(folder))
+    start.open_run(RunConfig(output=output), LoopSettings(1, output, tmp_path / "good"), [], []).recorder.close()
+    assert (tmp_path / "good").is_dir() and kept == (not (folder / "earlier_runs").exists())
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_removes_any(tmp_path, resumed):
     drawn = tmp_path / "rollouts" / "step_000100.jsonl"
