@@ -1,6 +1,7 @@
 """Saving, resuming and stopping a run, between the loop and the checkpoint manager."""
 
 import re
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -228,8 +229,8 @@ class RunState:
             trainer.console.begin()
             return
         self._read(folder)
-        trainer.settings.taken_over()
         aside = on_rank_0("putting later checkpoints aside", partial(self._later_aside, folder))
+        trainer.settings.taken_over()
         trainer.recorder.cut_back(trainer.step)
         trainer.console.begin(trainer.step)
         trainer.console.message(f"resumed from {folder} at step {trainer.step}")
@@ -239,10 +240,14 @@ class RunState:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
 
     def _later_aside(self, folder: Path) -> Path | None:
-        """They are of steps that are made anew; else one would be the newest, or the best, until the next save."""
-        names = self.manager.given_up(folder)
+        """They are of steps that are made anew; else one would be the newest, or the best, until the next save. The
+        settings that they were made with go beside them."""
+        names, settings = self.manager.given_up(folder), self.manager.root / "config.resolved.yaml"
         pattern = re.compile("|".join(map(re.escape, [*names, LATEST])))
-        return set_aside(self.manager.root, written=pattern) if names else None
+        aside = set_aside(self.manager.root, written=pattern) if names else None
+        if aside is not None and settings.is_file():
+            shutil.copy(settings, aside)
+        return aside
 
     def take_weights(self) -> None:
         """Only what is evaluated of the checkpoint to resume from: the weights and their step, and those that hooks
