@@ -37,8 +37,8 @@ __all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "RunParts", "StepData"]
 @dataclass
 class LoopSettings:
     """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`;
-    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step; taken_over: is called once
-    nothing of the checkpoint was refused."""
+    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step, as they would be on
+    one rank; taken_over: is called once nothing of the checkpoint was refused."""
 
     total_steps: int
     output: OutputConfig

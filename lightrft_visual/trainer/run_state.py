@@ -92,9 +92,8 @@ class RunState:
     def check_space(self, needed: int) -> None:
         """Refuse, or warn of, a disk without room for the checkpoints that were asked for, and one that some ranks do
         not see. needed: bytes of one."""
-        for root in (
-            sorted({self.manager.root, final_folder(self.output).parent}) if collectives.world_size() > 1 else ()
-        ):
+        roots = {self.manager.root, final_folder(self.output).parent.absolute()}
+        for root in sorted(roots) if collectives.world_size() > 1 else ():
             check_shared(root)
         if (self.output.save_steps or 0) > 0:
             manager = self.manager
@@ -301,7 +300,7 @@ class RunState:
         step, settings = int(state["step"]), self.trainer.settings
         was, now = state.get("step_size"), settings.step_size  # earlier versions kept none
         if was not in (None, now) and self.trainer.config.train.max_steps < 1:
-            told = f"num_episodes counted steps of {was} prompts, and now they are of {now}: say how many the run has"
+            told = f"num_episodes counted steps by {was} of the data, now they take {now}: say how many the run has"
             raise ConfigError(f"{told}, --max_steps {step + settings.total_steps - step * was // now}")
         self.trainer.step = step
         skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone

@@ -192,7 +192,7 @@ def test_a_run_by_episodes_that_goes_on_with_another_size_is_told_how_many_steps
     trainer = walk(steps=5)
     trainer.settings.step_size, state = 20, {"step": 5, "step_size": 10}
     trainer.config = SimpleNamespace(train=SimpleNamespace(max_steps=-1))
-    with pytest.raises(ConfigError, match="num_episodes counted steps of 10 prompts, .* of 20: .* --max_steps 8"):
+    with pytest.raises(ConfigError, match="num_episodes counted steps by 10 of the data, now .* 20: .* --max_steps 8"):
         trainer.state._take_over(state)
     trainer.config.train.max_steps = 8
     with pytest.raises(KeyError, match="nonfinite"):  # it goes on to take what else a state holds

@@ -204,8 +204,7 @@ def test_a_checkpoint_that_a_run_goes_on_from_stays_where_it_is_also_behind_a_li
     assert (tmp_path / "good").is_dir() and kept == (not (folder / "earlier_runs").exists())
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_removes_any(tmp_path, resumed):
+def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_removes_any(tmp_path):
     drawn = tmp_path / "rollouts" / "step_000100.jsonl"
     drawn.parent.mkdir()
     drawn.write_text("{}\n")
@@ -213,7 +212,7 @@ def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_rem
     output = OutputConfig(output_dir=str(tmp_path))
     config = RunConfig(data=DataConfig(prompt_data=f"other.jsonl,{drawn}"), output=output)
     with pytest.raises(ConfigError, match=r"step_000100.jsonl: .* output_dir"):
-        start.open_run(config, LoopSettings(1, output, tmp_path if resumed else None), [], [])
+        start.start_strategy(config)
     assert drawn.is_file() and (tmp_path / "metrics.csv").is_file()
 
 
@@ -223,7 +222,7 @@ def test_a_run_that_reads_what_its_export_would_replace_is_refused_before_it_mov
     output = OutputConfig(str(tmp_path / "run"), save_path=save_path and str(tmp_path / save_path))
     config = RunConfig(model=ModelConfig(pretrain=str(tmp_path / read)), output=output)
     with pytest.raises(ConfigError, match=f"{read}: the run replaces .* save_path"):
-        start.open_run(config, LoopSettings(1, output), [], [])
+        start.start_strategy(config)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
 
 
