@@ -172,8 +172,9 @@ def _write_settings(config: AnyConfig, before: Mapping[str, Any]) -> None:
     """config.resolved.yaml, beside the checkpoints too, and a line of what is other than before."""
     folder, output = Path(config.output.output_dir), config.output
     if collectives.is_rank_0():
-        for each in {output.output_dir, output.ckpt_path or output.output_dir}:
-            write_resolved(config, Path(each) / "config.resolved.yaml")
+        saved = Path(output.ckpt_path or folder)
+        for each in {folder, folder if (saved / "metrics.csv").exists() else saved}:  # that is another run's own folder
+            write_resolved(config, each / "config.resolved.yaml")
         if changes := other_settings(before, flat_config(read_config(folder))):
             logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
 

@@ -178,6 +178,17 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     assert apart == "run" or (saved / "checkpoint-500").is_dir()
 
 
+def test_settings_of_a_run_whose_folder_is_the_ckpt_path_of_another_stay(tmp_path):
+    saved = tmp_path / "other"
+    saved.mkdir()
+    for name in ("metrics.csv", "config.resolved.yaml"):
+        (saved / name).write_text("step,loss\n")
+    output = OutputConfig(str(tmp_path / "run"), ckpt_path=str(saved))
+    start.open_run(RunConfig(output=output), LoopSettings(1, output), [], []).recorder.close()
+    assert (saved / "config.resolved.yaml").read_text() == "step,loss\n"
+    assert (tmp_path / "run" / "config.resolved.yaml").is_file()
+
+
 @pytest.mark.parametrize(("resumed", "kept"), [("run", True), ("moved", True), ("other", False)])
 def test_a_run_that_goes_on_keeps_what_its_folder_holds_and_one_that_goes_on_from_another_run_does_not(
     tmp_path, resumed, kept
