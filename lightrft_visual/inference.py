@@ -321,7 +321,8 @@ def evaluate(
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a model on held-out prompts, as a run's own evaluation measures them.
 
-    A folder of a run brings the run's settings (config.resolved.yaml beside it); those given here win.
+    A checkpoint-… of a run, or its save_path, brings the run's settings (config.resolved.yaml beside it); those given
+    here win.
 
     Args:
         model: an exported model (checkpoint-final), a checkpoint of a run (checkpoint-000100), the folder of a
