@@ -48,6 +48,7 @@ LEFT_OUT = {
     ),
     "sampling": (
         "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",
+        "sampling_graphs",
     ),
 }  # fmt: skip
 NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False, "use_wandb": False,
@@ -77,6 +78,9 @@ class Checkpoint:
             raise ConfigError(f"{path} {told}; name a checkpoint of the run: {there}")
         run = OmegaConf.to_container(OmegaConf.load(beside)) if path.is_dir() and beside.is_file() else {}
         resumable = (path / STATE).is_file()
+        export = (run.get("output") or {}).get("save_path") or ""
+        if not resumable and not path.name.startswith("checkpoint-") and path.name != Path(export).name:
+            run = {}  # a model of others, beside which a run has its checkpoints
         if resumable and not run:
             raise ConfigError(f"{path} is a checkpoint of a run, and the run's config.resolved.yaml is not beside it")
         return cls(os.fspath(checkpoint), run, resumable, base)
@@ -270,8 +274,10 @@ def _configured(
             trainer.config.rollout.offload_trainer = away
         data = trainer.config.data
         if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
-            own = {"prompt_data": data.eval_data, "prompt_split": data.eval_split}  # and no more of it is read
-            trainer.config.data = replace(data, **own, max_samples=data.max_eval_samples or data.max_samples)
+            own = {"prompt_data": data.eval_data, "prompt_split": data.eval_split}
+            sizes = trainer.config.sampling if checkpoint.draws else trainer.config.rollout
+            most = max(data.max_eval_samples or data.max_samples, sizes.rollout_batch_size, ranks_started())
+            trainer.config.data = replace(data, **own, max_samples=most)  # no more of it is read
         if runs_gold:
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
@@ -324,7 +330,8 @@ def evaluate(
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a model on held-out prompts, as a run's own evaluation measures them.
 
-    A folder of a run brings the run's settings (config.resolved.yaml beside it); those given here win.
+    A checkpoint-… of a run, or its save_path, brings the run's settings (config.resolved.yaml beside it); those given
+    here win.
 
     Args:
         model: an exported model (checkpoint-final), a checkpoint of a run (checkpoint-000100), the folder of a
@@ -431,7 +438,7 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
             f"{checkpoint.path} is what a run resumes from, which one process exports and draws with: name the run's "
             "checkpoint-final to draw on several ranks, or start one"
         )
-    own = {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
+    own = {"sampling_graphs": False} | {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
         scored = checkpoint.run["algorithm"].get("diffusion_algorithm") == "reward_fl"  # by what it trains on
         rows, unscored = (None, None) if scored else (_stand_ins(checkpoint), [lambda images: [0.0] * len(images)])

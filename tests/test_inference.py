@@ -230,6 +230,22 @@ def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_g
     assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
 
 
+@pytest.mark.parametrize(("name", "save_path", "own"), [("Other", None, False), ("Other", "models/Other", True)])
+def test_a_model_beside_checkpoints_is_no_model_of_the_run_but_its_export_is(tmp_path, name, save_path, own):
+    trainer = GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, save_path=save_path)
+    left_by(trainer)
+    (tmp_path / name).mkdir()
+    assert bool(inference.Checkpoint.of(tmp_path / name).run) is own
+
+
+@pytest.mark.parametrize(("held_out", "read"), [(1, 6), (9, 9)])
+def test_as_many_rows_are_read_of_held_out_ones_as_the_sizes_of_the_run_ask_for(tmp_path, monkeypatch, held_out, read):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    run = GRPOTrainer("org/model", "exact", prompt_data="org/rows", rollout_batch_size=6, output_dir=tmp_path / "run")
+    asked = {"eval_data": "org/held", "max_eval_samples": held_out}
+    assert configured(left_by(run, numbered=True), None, **asked).data.max_samples == read
+
+
 class Seen(Exception):
     """Ends `sample` once its configuration is known."""
 
@@ -354,8 +370,18 @@ def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_
     data_of_sample(left_by(kind("org/model", SCORER[True], **own), numbered=True).path, ["a circle"], read=read)
 
 
+@pytest.mark.parametrize("ask", ["sample", "evaluate"])
+def test_graphs_of_a_drawing_run_are_of_its_card_alone(tmp_path, config_of_sample, monkeypatch, ask):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    run = FlowGRPOTrainer("org/model", SCORER[True], ["a circle"], sampling_graphs=True, output_dir=tmp_path)
+    sampled = ask == "sample"
+    checkpoint = left_by(run, numbered=sampled)
+    found = config_of_sample(checkpoint.path, "a circle") if sampled else configured(checkpoint, ["a circle"])
+    assert run.config.sampling.sampling_graphs and not found.sampling.sampling_graphs
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperatur": 1.0}])
-def test_rows_images_and_functions_wordsto_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
+def test_rows_images_and_functions_given_to_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
     held, judge = dict(given._objects), lambda completions: [0.0] * len(completions)
     checkpoint, rows = left_by(GRPOTrainer(output_dir=tmp_path / "run")), [{"prompt": "what?", "images": [RED]}]
     for _ in range(2):
@@ -365,14 +391,14 @@ def test_rows_images_and_functions_wordsto_an_evaluation_are_let_go_of_as_it_end
         assert given._objects == held
 
 
-def test_errors_of_sample_call_what_it_was_wordsprompts(tmp_path, data_of_sample):
+def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
     assert data_of_sample(checkpoint.path, ["a"]).eval_data.startswith("python:prompts")
     with pytest.raises(DataError, match="^prompts has no rows"):
         inference.sample(checkpoint.path, [])
 
 
-def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_wordsmay_not(tmp_path):
+def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):
     recipe = {label: [["rule", "exact", 1.0]] for label in ("a", "b")}
     own = {"gold_recipe": json.dumps(recipe), "eval_data": "org/rows", "output_dir": tmp_path}
     checkpoint = left_by(GRPOTrainer("org/model", recipe, ROWS, **own))

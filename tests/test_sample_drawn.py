@@ -321,16 +321,18 @@ def test_sample_draws_what_the_runs_evaluation_drew(tmp_path, name, own, schedul
     if left_by == "the export":
         parts = SimpleNamespace(policy=policy)
         config = SimpleNamespace(model=SimpleNamespace(lora_rank=0), sampling=SimpleNamespace(**sampling))
-        DiffusionTrainer.export(SimpleNamespace(config=config, parts=parts, hooks=Hooks([])), tmp_path / "final")
+        DiffusionTrainer.export(
+            SimpleNamespace(config=config, parts=parts, hooks=Hooks([])), tmp_path / "checkpoint-final"
+        )
         assert pipeline.scheduler is before
     else:
-        pipeline.save_pretrained(tmp_path / "final")
+        pipeline.save_pretrained(tmp_path / "checkpoint-final")
         run = {"sampling": {**sampling, **size, "eval_num_steps": STEPS}, "model": {"max_sequence_length": length}}
         (tmp_path / "config.resolved.yaml").write_text(json.dumps(run))
     given = policy.family.pipeline._pack_latents(latents, 1, *latents.shape[1:]) if name == "flux" else latents
     asked = {**size, "num_inference_steps": STEPS, "latents": given, "output_type": "pt"}
     asked |= {} if name == "hunyuan_video15" else {"guidance_scale": 1.0}  # there it is the guider's
-    (found,) = sample(tmp_path / "final", [TEXT], **asked)[0]
+    (found,) = sample(tmp_path / "checkpoint-final", [TEXT], **asked)[0]
     found = found.transpose(0, 1) if frames > 1 else found
     whole = name == "wan" or (name, scheduler) == ("sd3", "flow_match_euler")  # timesteps of its scheduler
     assert float((found - wanted).abs().max()) < (6e-3 if whole and scheduler != "flow_match_euler_stock" else 5e-4)

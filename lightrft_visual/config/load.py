@@ -267,7 +267,7 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
         path = f"{leaf.path}.{inside}" if inside else leaf.path
         if beside and sources.get(path) == setting.origin:
             continue
-        before = _value(tree, path)
+        before = None if sources.get(path) in (None, COMMAND_LINE, KEYWORD) else _value(tree, path)
         with refused_as(ConfigError, f"{path} ({setting.origin})"):
             read = _read(leaf, inside, value, setting.origin)
             _assign(tree, path, leaf, read, setting.origin)
@@ -294,11 +294,11 @@ def _wrong_sections(
 
 def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str], before: Any) -> None:
     """Of settings that say the same thing the last one counts. What a file, such as a run's own, says of a setting that
-    follows another is no more than its default where the command gives that one another value than `before`."""
+    follows another is no more than its default where the command gives that one another value than a file `before`."""
     others = [other for same in ONE_OF_THESE if path in same for other in same if other != path]
     follower, origin = FOLLOWING.get(path, ""), sources[path]
     if follower and origin in (COMMAND_LINE, KEYWORD) and sources.get(follower) != origin:
-        others += [follower] if _value(tree, path) != before else []
+        others += [follower] if before not in (None, _value(tree, path)) else []
     for other in others:
         if other in names.leaves and names.leaves[other].optional:
             OmegaConf.update(tree, other, None)

@@ -89,7 +89,7 @@ ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
     r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|env\.json"
-    r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|log\.txt|latest"
+    r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|latest"
     r"|(\.replaced-)?checkpoint-.+"
 )
 # What it writes into a ckpt_path of its own.

@@ -37,8 +37,8 @@ __all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "RunParts", "StepData"]
 @dataclass
 class LoopSettings:
     """What the loop reads of a configuration. total_steps counts rollout steps; resume_folder: of `check_output`;
-    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step; taken_over: is called once
-    nothing of the checkpoint was refused."""
+    model: what is trained, as a `fingerprint`; step_size: prompts, rows or pairs of a step, as they would be on
+    one rank; taken_over: is called once nothing of the checkpoint was refused."""
 
     total_steps: int
     output: OutputConfig
@@ -264,6 +264,9 @@ class PolicyTrainer(ABC):
             if self.step > 0:
                 log_stage("making the evaluation that this step lacks")
             self._evaluate()
+            if self.step > 0 and self.save_every > 0:  # the checkpoint may be the best one, and lacks the metrics
+                with self.timer.phase("save"):
+                    self.state.save_due()
         device, total = get_accelerator().device_name(), self.settings.total_steps
         log_stage(f"training from step {self.step + 1} of {total} on {device}" if self.step < total else "ending")
         start_is_over()

@@ -1,6 +1,7 @@
 """Saving, resuming and stopping a run, between the loop and the checkpoint manager."""
 
 import re
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -91,9 +92,8 @@ class RunState:
     def check_space(self, needed: int) -> None:
         """Refuse, or warn of, a disk without room for the checkpoints that were asked for, and one that some ranks do
         not see. needed: bytes of one."""
-        for root in (
-            sorted({self.manager.root, final_folder(self.output).parent}) if collectives.world_size() > 1 else ()
-        ):
+        roots = {self.manager.root, final_folder(self.output).parent.absolute()}
+        for root in sorted(roots) if collectives.world_size() > 1 else ():
             check_shared(root)
         if (self.output.save_steps or 0) > 0:
             manager = self.manager
@@ -228,8 +228,8 @@ class RunState:
             trainer.console.begin()
             return
         self._read(folder)
-        trainer.settings.taken_over()
         aside = on_rank_0("putting later checkpoints aside", partial(self._later_aside, folder))
+        trainer.settings.taken_over()
         trainer.recorder.cut_back(trainer.step)
         trainer.console.begin(trainer.step)
         trainer.console.message(f"resumed from {folder} at step {trainer.step}")
@@ -239,10 +239,14 @@ class RunState:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
 
     def _later_aside(self, folder: Path) -> Path | None:
-        """They are of steps that are made anew; else one would be the newest, or the best, until the next save."""
-        names = self.manager.given_up(folder)
+        """They are of steps that are made anew; else one would be the newest, or the best, until the next save. The
+        settings that they were made with go beside them."""
+        names, settings = self.manager.given_up(folder), self.manager.root / "config.resolved.yaml"
         pattern = re.compile("|".join(map(re.escape, [*names, LATEST])))
-        return set_aside(self.manager.root, written=pattern) if names else None
+        aside = set_aside(self.manager.root, written=pattern) if names else None
+        if aside is not None and settings.is_file():
+            shutil.copy(settings, aside)
+        return aside
 
     def take_weights(self) -> None:
         """Only what is evaluated of the checkpoint to resume from: the weights and their step, and those that hooks
@@ -296,7 +300,7 @@ class RunState:
         step, settings = int(state["step"]), self.trainer.settings
         was, now = state.get("step_size"), settings.step_size  # earlier versions kept none
         if was not in (None, now) and self.trainer.config.train.max_steps < 1:
-            told = f"num_episodes counted steps of {was} prompts, and now they are of {now}: say how many the run has"
+            told = f"num_episodes counted steps by {was} of the data, now they take {now}: say how many the run has"
             raise ConfigError(f"{told}, --max_steps {step + settings.total_steps - step * was // now}")
         self.trainer.step = step
         skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone

@@ -102,7 +102,9 @@ def refused_data_listed(output_dir: str) -> Iterator[None]:
 
 
 def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
-    """The strategy of a run, its process group joined and this rank seeded."""
+    """The strategy of a run, its process group joined and this rank seeded. Raises ConfigError for a run that reads
+    what it writes."""
+    check_paths(config)
     strategy = DeepspeedStrategy(config.distributed, bf16=config.model.bf16, seed=config.train.seed)
     strategy.setup_distributed()
     config.train.gradient_accumulation_steps = None  # it was counted with sizes that the plan may change
@@ -142,16 +144,14 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         sets: of data, whose bad rows are listed.
     """
     output, folder = config.output, Path(config.output.output_dir)
-    read, own = paths_read(config), [Path(folder, ROLLOUTS).resolve(), final_folder(output).resolve()]
-    if inside := [str(path) for path in read if any(path.resolve().is_relative_to(each) for each in own)]:
-        told = "the run replaces or removes files there; name another output_dir or save_path, or move what it reads"
-        raise ConfigError(f"{', '.join(inside)}: {told}")
     before = flat_config(read_config(folder)) if collectives.is_rank_0() else {}
     saving = {Path(each).resolve() for each in (folder, output.ckpt_path, before.get("output.ckpt_path")) if each}
-    resumed = loop.resume_folder is not None and loop.resume_folder.parent.resolve() in saving
+    saved_as = [] if loop.resume_folder is None else [loop.resume_folder]  # maybe a link
+    resumed = any(saving & {each.parent.resolve(), each.resolve().parent} for each in saved_as)
     if collectives.is_rank_0() and not resumed:
         saved = Path(output.ckpt_path or output.output_dir)
         others = [path for path in saved.glob("checkpoint-*") if not (path / MANIFEST).exists()]
+        read = [*paths_read(config), *saved_as]
         for used, left, names in ((folder, read, OWN), (saved, [*read, *others], CHECKPOINTS)):
             aside = set_aside(used, left, names)
             if aside is not None:
@@ -172,8 +172,9 @@ def _write_settings(config: AnyConfig, before: Mapping[str, Any]) -> None:
     """config.resolved.yaml, beside the checkpoints too, and a line of what is other than before."""
     folder, output = Path(config.output.output_dir), config.output
     if collectives.is_rank_0():
-        for each in {output.output_dir, output.ckpt_path or output.output_dir}:
-            write_resolved(config, Path(each) / "config.resolved.yaml")
+        saved = Path(output.ckpt_path or folder)
+        for each in {folder, folder if (saved / "metrics.csv").exists() else saved}:  # that is another run's own folder
+            write_resolved(config, each / "config.resolved.yaml")
         if changes := other_settings(before, flat_config(read_config(folder))):
             logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
 
@@ -183,6 +184,15 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     apart = [name for name in now if name in before and before[name] != now[name] and not name.startswith("output.")]
     pairs = [(name, str(before[name]), str(now[name])) for name in apart]
     return [f"{name} {was[:60]} -> {new[:60]}" for name, was, new in pairs if not (is_given(was) and is_given(new))]
+
+
+def check_paths(config: AnyConfig) -> None:
+    """Raise ConfigError where a run reads what it replaces or removes."""
+    output, read = config.output, paths_read(config)
+    own = [Path(output.output_dir, ROLLOUTS).resolve(), final_folder(output).resolve()]
+    if inside := [str(path) for path in read if any(path.resolve().is_relative_to(each) for each in own)]:
+        told = "the run replaces or removes files there; name another output_dir or save_path, or move what it reads"
+        raise ConfigError(f"{', '.join(inside)}: {told}")
 
 
 def paths_read(config: AnyConfig) -> list[Path]:
@@ -213,8 +223,9 @@ def check_update(train: Any, parts: int, allowed: Iterable[int]) -> None:
         raise ConfigError(f"train_batch_size {size} does not divide over {parts} ranks; use {works}")
 
 
-def fit_to_data(rollouts: Any, train: Any, available: int, step: int, multiple: int, named: str) -> None:
-    """Cut rollout_batch_size to the data that there are, and the updates with it, and say so.
+def fit_to_data(rollouts: Any, train: Any, available: int, step: int, multiple: int, named: str) -> int:
+    """Cut rollout_batch_size to the data that there are, and the updates with it, and say so. Returns what it would be
+    on one rank.
 
     Args:
         rollouts: the section with the sizes of a rollout.
@@ -224,10 +235,10 @@ def fit_to_data(rollouts: Any, train: Any, available: int, step: int, multiple: 
     """
     before, n = rollouts.rollout_batch_size, rollouts.n_samples_per_prompt
     size, told = fitting_batch(before, available, step), said(rollouts, "rollout_batch_size")
-    if size == before:
-        return
-    refit_update(train, before * n, size * n, multiple)
-    rollouts.rollout_batch_size = size
-    if collectives.is_rank_0():
-        text = "%s is more than the %d %s: a step takes %d, an update %d samples"
-        logger.warning(text, told, available, named, size, train.train_batch_size)
+    if size != before:
+        refit_update(train, before * n, size * n, multiple)
+        rollouts.rollout_batch_size = size
+        if collectives.is_rank_0():
+            text = "%s is more than the %d %s: a step takes %d, an update %d samples"
+            logger.warning(text, told, available, named, size, train.train_batch_size)
+    return min(before, available)

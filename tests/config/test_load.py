@@ -237,6 +237,8 @@ def test_what_followed_from_other_settings_follows_them_again_where_a_runs_file_
     assert plain(*averaged).output.eval_ema and not plain(*averaged, "--no_enable_ema").output.eval_ema
     assert plain("--config", str(write_resolved(plain(), tmp_path / "a.yaml")), "--enable_ema").output.eval_ema
     assert not plain("--eval_ema", "false", "--enable_ema").output.eval_ema
+    (tmp_path / "recipe.yaml").write_text("output: {eval_ema: false}")  # and of enable_ema nothing
+    assert not plain("--config", str(tmp_path / "recipe.yaml"), "--enable_ema").output.eval_ema
     assert plain(*ahead).asynchronous.behaviour(False)
     assert not plain(*ahead, "--tis_mode", "token").asynchronous.behaviour(True)
     assert plain(*ahead, "--max_staleness", "0").asynchronous.ahead == 0

@@ -18,7 +18,7 @@ def run_folder(folder):
     for name in (ALARMS, GOLD, EVALUATIONS):
         (folder / name).write_text('{"step": 1}\n')
     (folder / ".replaced-checkpoint-000004").mkdir()  # of a run that was killed while it saved
-    (folder / "log.txt").write_text("of libraries")
+    (folder / "log.txt").write_text("of libraries")  # a `tee` of the new run may write it just now
     (folder / "my_notes.txt").write_text("mine")
     return folder
 
@@ -30,7 +30,7 @@ def test_an_earlier_run_is_put_aside_whole_and_other_files_stay(tmp_path):
     assert (aside / "metrics.csv").read_text() == "step,loss\n1,0.5\n"
     assert (aside / "checkpoint-000005" / "manifest.json").is_file() and (aside / "rollouts" / "images").is_dir()
     assert all((aside / name).read_text() == '{"step": 1}\n' for name in (ALARMS, GOLD, EVALUATIONS))
-    assert {path.name for path in folder.iterdir()} == {"earlier_runs", "my_notes.txt"}
+    assert {path.name for path in folder.iterdir()} == {"earlier_runs", "log.txt", "my_notes.txt"}
 
 
 def test_two_runs_of_one_name_do_not_meet(tmp_path):

@@ -192,7 +192,7 @@ def test_a_run_by_episodes_that_goes_on_with_another_size_is_told_how_many_steps
     trainer = walk(steps=5)
     trainer.settings.step_size, state = 20, {"step": 5, "step_size": 10}
     trainer.config = SimpleNamespace(train=SimpleNamespace(max_steps=-1))
-    with pytest.raises(ConfigError, match="num_episodes counted steps of 10 prompts, .* of 20: .* --max_steps 8"):
+    with pytest.raises(ConfigError, match="num_episodes counted steps by 10 of the data, now .* 20: .* --max_steps 8"):
         trainer.state._take_over(state)
     trainer.config.train.max_steps = 8
     with pytest.raises(KeyError, match="nonfinite"):  # it goes on to take what else a state holds
@@ -211,14 +211,17 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_aside
     every, earlier = {"save_steps": 1, "eval_steps": 1, "max_ckpt_num": 5}, tmp_path / "checkpoint-000002"
     walk(steps=4, **every).fit()
     again = walk(fails=3, resume=earlier, **every)
-    again.settings.taken_over = Mock()
+    settings = tmp_path / "config.resolved.yaml"
+    settings.write_text("train: {seed: 1}\n")
+    again.settings.taken_over = Mock(side_effect=lambda: settings.write_text("train: {seed: 2}\n"))
     with pytest.raises(RuntimeError, match="broken"):
         again.fit()
     assert again.settings.taken_over.mock_calls == [call()]
     assert resolve_resume("auto", tmp_path) == earlier and any("earlier_runs/run now" in text for text in again.said)
     assert names_in(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
     moved = sorted(path.name for path in (tmp_path / "earlier_runs" / "run").iterdir())
-    assert moved == ["checkpoint-000003", "checkpoint-000004", "latest"]
+    assert moved == ["checkpoint-000003", "checkpoint-000004", "config.resolved.yaml", "latest"]
+    assert "seed: 1" in (tmp_path / "earlier_runs" / "run" / "config.resolved.yaml").read_text()
 
 
 @pytest.mark.parametrize("fails", ["none", "hooks", "policy", "rewards"])
@@ -469,10 +472,12 @@ def test_a_signal_in_a_step_leaves_its_evaluation_to_the_run_that_goes_on_but_fo
     first = walk(eval_steps=1, save_steps=2)
     first.hooks.on_update = lambda result: setattr(first.state._stop, "made", first.step == 1)
     first.fit()
-    again = walk(eval_steps=1, resume=tmp_path / "checkpoint-000002")
+    again = walk(eval_steps=1, save_steps=5, resume=tmp_path / "checkpoint-000002")
     assert first.evaluated_step == 1 and names_in(tmp_path) == ["checkpoint-000002"]
+    assert verify(tmp_path / "checkpoint-000002")["metrics"] == {}
     again.hooks.on_update = lambda result: setattr(again.state._stop, "made", True)
     again.fit()
+    assert verify(tmp_path / "checkpoint-000002")["metrics"] == {"eval_reward": 0.1875}  # it may be the best one
     assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
 
 

@@ -178,6 +178,17 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     assert apart == "run" or (saved / "checkpoint-500").is_dir()
 
 
+def test_settings_of_a_run_whose_folder_is_the_ckpt_path_of_another_stay(tmp_path):
+    saved = tmp_path / "other"
+    saved.mkdir()
+    for name in ("metrics.csv", "config.resolved.yaml"):
+        (saved / name).write_text("step,loss\n")
+    output = OutputConfig(str(tmp_path / "run"), ckpt_path=str(saved))
+    start.open_run(RunConfig(output=output), LoopSettings(1, output), [], []).recorder.close()
+    assert (saved / "config.resolved.yaml").read_text() == "step,loss\n"
+    assert (tmp_path / "run" / "config.resolved.yaml").is_file()
+
+
 @pytest.mark.parametrize(("resumed", "kept"), [("run", True), ("moved", True), ("other", False)])
 def test_a_run_that_goes_on_keeps_what_its_folder_holds_and_one_that_goes_on_from_another_run_does_not(
     tmp_path, resumed, kept
@@ -192,8 +203,19 @@ def test_a_run_that_goes_on_keeps_what_its_folder_holds_and_one_that_goes_on_fro
     assert (folder / "alarms.jsonl").exists() == kept == (not (folder / "earlier_runs" / "run").exists())
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_removes_any(tmp_path, resumed):
+@pytest.mark.parametrize(("linked", "kept"), [("", True), ("checkpoint-mine", False)])
+def test_a_checkpoint_that_a_run_goes_on_from_stays_where_it_is_also_behind_a_link(tmp_path, linked, kept):
+    """That of a run inside the run's folder too, as which its other files are put aside."""
+    folder = tmp_path / "run"
+    (folder / linked / "checkpoint-000020").mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    (tmp_path / "good").symlink_to(folder / linked / "checkpoint-000020")
+    output = OutputConfig(str(folder))
+    start.open_run(RunConfig(output=output), LoopSettings(1, output, tmp_path / "good"), [], []).recorder.close()
+    assert (tmp_path / "good").is_dir() and kept == (not (folder / "earlier_runs").exists())
+
+
+def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_removes_any(tmp_path):
     drawn = tmp_path / "rollouts" / "step_000100.jsonl"
     drawn.parent.mkdir()
     drawn.write_text("{}\n")
@@ -201,7 +223,7 @@ def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_rem
     output = OutputConfig(output_dir=str(tmp_path))
     config = RunConfig(data=DataConfig(prompt_data=f"other.jsonl,{drawn}"), output=output)
     with pytest.raises(ConfigError, match=r"step_000100.jsonl: .* output_dir"):
-        start.open_run(config, LoopSettings(1, output, tmp_path if resumed else None), [], [])
+        start.start_strategy(config)
     assert drawn.is_file() and (tmp_path / "metrics.csv").is_file()
 
 
@@ -211,7 +233,7 @@ def test_a_run_that_reads_what_its_export_would_replace_is_refused_before_it_mov
     output = OutputConfig(str(tmp_path / "run"), save_path=save_path and str(tmp_path / save_path))
     config = RunConfig(model=ModelConfig(pretrain=str(tmp_path / read)), output=output)
     with pytest.raises(ConfigError, match=f"{read}: the run replaces .* save_path"):
-        start.open_run(config, LoopSettings(1, output), [], [])
+        start.start_strategy(config)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
 
 

@@ -88,7 +88,7 @@ def _built(
     log_stage("reading the prompts")
     with refused_data_listed(config.output.output_dir):
         prompts, eval_prompts = _prompts(config)
-    _fit_to_data(config, len(prompts))
+    step_size = _fit_to_data(config, len(prompts))
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     if trained_on is not None:
         _check_training_reward(trained_on, config, prompts, strategy)
@@ -103,7 +103,7 @@ def _built(
     gold = _gold(judged, strategy, golden, eval_prompts, task, resources)
     check_placed(resources, rewards, gold.rewards if gold is not None else None)
     algorithm, total_steps, loss = config.algorithm.entry, _total_steps(config, len(prompts)), loss_of(config)
-    loop = LoopSettings(total_steps, config.output, resume_folder, fingerprinted, config.sampling.rollout_batch_size)
+    loop = LoopSettings(total_steps, config.output, resume_folder, fingerprinted, step_size)
     run = open_run(config, loop, locks, sets)
     log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
     policy, engine = _policy(config, strategy, algorithm, total_steps)
@@ -268,7 +268,7 @@ def _prompts_step(config: DiffusionRunConfig) -> int:
     return world if config.offline else world // math.gcd(world, config.sampling.n_samples_per_prompt)
 
 
-def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
+def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> int:
     """Cut rollout_batch_size to the prompts, or pairs, that there are, and the updates with it, and say so.
 
     Raises ConfigError for fewer than the ranks share evenly.
@@ -278,7 +278,7 @@ def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
         raise ConfigError(f"{config.data.prompt_data} has {prompts} prompt(s), and the ranks need a multiple of {step}")
     multiple = math.lcm(collectives.world_size() // config.distributed.sp_size, config.coupled_samples)
     named = "pairs of the data" if config.offline else "prompts of the data"
-    fit_to_data(config.sampling, config.train, prompts, step, multiple, named)
+    return fit_to_data(config.sampling, config.train, prompts, step, multiple, named)
 
 
 def _placed(config: DiffusionRunConfig) -> DiffusionRunConfig:

@@ -82,7 +82,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     check_model(resume_folder, model, config.output.resume_other_model)
     with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
-    _fit_to_data(config, dataset)
+    step_size = _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
     golden = sets if config.guard.judges_rollouts else sets[1:]
     judged = judged if golden else None
@@ -95,7 +95,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
-    loop = LoopSettings(total_steps, config.output, resume_folder, model, sampler.batch_size)
+    loop = LoopSettings(total_steps, config.output, resume_folder, model, step_size)
     run = open_run(config, loop, locks, sets)
     resources = config.distributed.resources
     gold = None if judged is None else _scorer(judged, strategy, checkpoint, golden, resources=resources)
@@ -175,11 +175,11 @@ def _check_ranks(config: RunConfig) -> None:
         raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
 
 
-def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> None:
+def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> int:
     world = collectives.world_size()
     prompts = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
     parts = world // config.distributed.sp_size
-    fit_to_data(config.rollout, config.train, prompts, world, parts, "prompts of a pass over the data")
+    return fit_to_data(config.rollout, config.train, prompts, world, parts, "prompts of a pass over the data")
 
 
 def open_model(config: C) -> tuple[C, Checkpoint]:

@@ -217,8 +217,9 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
         )
         dataset, eval_set = datasets_of(config.data, checks)
     config.train.check_budget(dataset.longest, f"the longest row of the data has {dataset.longest} tokens")
+    step_size = min(config.train.train_batch_size, len(dataset))  # on any number of ranks
     steps, sampler = prompt_schedule(config, dataset, _fitted_size(config, dataset))
-    loop = LoopSettings(steps, config.output, resume_folder, model, sampler.batch_size)
+    loop = LoopSettings(steps, config.output, resume_folder, model, step_size)
     run = open_run(config, loop, locks, [each for each in (dataset, eval_set) if each is not None])
     log_stage("loading the model")
     actor, _ = load_actor(config, strategy, checkpoint, steps)

@@ -76,8 +76,8 @@ def test_prompts_are_shared_where_that_is_proven_unless_it_is_turned_off(caplog)
 def test_a_step_takes_no_more_prompts_than_a_pass_over_the_data_has(flags, ranks, expected, monkeypatch, caplog):
     monkeypatch.setattr(collectives, "world_size", lambda: ranks)
     config, enough = RunConfig(train=TrainConfig(**flags)), RunConfig()
-    _fit_to_data(config, SimpleNamespace(sizes=[30, 20]))
-    _fit_to_data(enough, SimpleNamespace(sizes=[128]))
+    assert _fit_to_data(config, SimpleNamespace(sizes=[30, 20])) == 50, "a step's size, whatever ranks a run goes on on"
+    assert _fit_to_data(enough, SimpleNamespace(sizes=[128])) == 128
     assert (enough.rollout.rollout_batch_size, enough.train.train_batch_size) == (128, 1024)
     assert (config.rollout.rollout_batch_size, config.train.train_batch_size) == expected
     assert replace(config).train.train_batch_size == expected[1], "resolves to itself"
