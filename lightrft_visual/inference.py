@@ -78,8 +78,7 @@ class Checkpoint:
             raise ConfigError(f"{path} {told}; name a checkpoint of the run: {there}")
         run = OmegaConf.to_container(OmegaConf.load(beside)) if path.is_dir() and beside.is_file() else {}
         resumable = (path / STATE).is_file()
-        export = (run.get("output") or {}).get("save_path") or ""
-        if not resumable and not path.name.startswith("checkpoint-") and path.name != Path(export).name:
+        if not resumable and not path.name.startswith("checkpoint-") and not (path / "manifest.json").is_file():
             run = {}  # a model of others, beside which a run has its checkpoints
         if resumable and not run:
             raise ConfigError(f"{path} is a checkpoint of a run, and the run's config.resolved.yaml is not beside it")
@@ -227,6 +226,7 @@ def _configured(
         if checkpoint.resumable:
             tree = dict(run)
             own |= {"cfg_in_training": True} if tree["algorithm"].get("cfg_in_training") is False else {}
+            own |= {"sampling_graphs": False} if checkpoint.draws else {}
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
             own["max_steps"] = tree["train"]["max_steps"]
             from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
@@ -438,7 +438,7 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
             f"{checkpoint.path} is what a run resumes from, which one process exports and draws with: name the run's "
             "checkpoint-final to draw on several ranks, or start one"
         )
-    own = {"sampling_graphs": False} | {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
+    own = {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
         scored = checkpoint.run["algorithm"].get("diffusion_algorithm") == "reward_fl"  # by what it trains on
         rows, unscored = (None, None) if scored else (_stand_ins(checkpoint), [lambda images: [0.0] * len(images)])

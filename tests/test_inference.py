@@ -230,12 +230,14 @@ def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_g
     assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
 
 
-@pytest.mark.parametrize(("name", "save_path", "own"), [("Other", None, False), ("Other", "models/Other", True)])
-def test_a_model_beside_checkpoints_is_no_model_of_the_run_but_its_export_is(tmp_path, name, save_path, own):
-    trainer = GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, save_path=save_path)
-    left_by(trainer)
-    (tmp_path / name).mkdir()
-    assert bool(inference.Checkpoint.of(tmp_path / name).run) is own
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_beside_checkpoints_is_no_model_of_the_run_but_its_export_is(tmp_path, own):
+    """By whatever name."""
+    left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
+    (tmp_path / "Other").mkdir()
+    if own:
+        (tmp_path / "Other" / "manifest.json").write_text("{}")
+    assert bool(inference.Checkpoint.of(tmp_path / "Other").run) is own
 
 
 @pytest.mark.parametrize(("held_out", "read"), [(1, 6), (9, 9)])
@@ -370,13 +372,12 @@ def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_
     data_of_sample(left_by(kind("org/model", SCORER[True], **own), numbered=True).path, ["a circle"], read=read)
 
 
-@pytest.mark.parametrize("ask", ["sample", "evaluate"])
-def test_graphs_of_a_drawing_run_are_of_its_card_alone(tmp_path, config_of_sample, monkeypatch, ask):
+@pytest.mark.parametrize(("ask", "numbered"), [("sample", True), ("evaluate", True), ("evaluate", False)])
+def test_graphs_of_a_drawing_run_are_of_its_card_alone(tmp_path, config_of_sample, monkeypatch, ask, numbered):
     monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
     run = FlowGRPOTrainer("org/model", SCORER[True], ["a circle"], sampling_graphs=True, output_dir=tmp_path)
-    sampled = ask == "sample"
-    checkpoint = left_by(run, numbered=sampled)
-    found = config_of_sample(checkpoint.path, "a circle") if sampled else configured(checkpoint, ["a circle"])
+    checkpoint = left_by(run, numbered=numbered)
+    found = config_of_sample(checkpoint.path, "a circle") if ask == "sample" else configured(checkpoint, ["a circle"])
     assert run.config.sampling.sampling_graphs and not found.sampling.sampling_graphs
 
 

@@ -141,14 +141,14 @@ def named_entries(value: str | Path | Sequence[str | Path] | None) -> dict[str, 
 
 def reads_token_ids(function: Any) -> bool:
     """Whether it is a torch module, or the class of one, that is called as reward models are, or a front of one: that
-    says nothing of what it takes, or has a `base_model` that is no module."""
+    takes anything in any number."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(function if inspect.isclass(function) else type(function), torch.nn.Module):
         return False
     named = (inspect.signature(function.forward) if inspect.isclass(function) else signature_of(function)).parameters
-    silent = {each.kind for each in named.values()} <= {*HANDED_ON}
-    front = silent or not isinstance(getattr(function, "base_model", None), torch.nn.Module | None)
-    return front or not TOKENS.isdisjoint(named)
+    kinds = {each.kind for each in named.values()}
+    silent = inspect.Parameter.VAR_POSITIONAL in kinds and kinds <= {*HANDED_ON}
+    return silent or not TOKENS.isdisjoint(named)
 
 
 def _by_name(what: str, entries: Sequence[Any], usual: Callable[[int], str]) -> dict[str, Any]:

@@ -223,11 +223,16 @@ _GLM = _Tags(
 def _parse_blocks(text: str, glm: bool = False, blocks: re.Pattern[str] = CALL_BLOCK) -> Iterator[ToolCall]:
     """What stands in <tool_call>: Qwen's tags or JSON, or GLM's tags."""
     for block in blocks.finditer(text):
-        marked = block[0].startswith("<tool_call>")  # else the call ends by its own mark; a mention has none
-        inner = (block[1] if marked else "".join(block[1].rpartition("</function>")[:2])).strip()
+        marked, inner = block[0].startswith("<tool_call>"), block[1]
+        if not marked:  # then the call ends by its own mark; a mention has neither that nor an argument
+            whole, end, rest = inner.rpartition("</function>")
+            begun = "</parameter>" in rest or not end and block[0].endswith("</tool_call>")
+            inner = inner if begun else whole + end
+        inner = inner.strip()
         if "<function=" in inner:
-            whole = _tagged_call(inner, _XML)  # a text in it may look like the end of one and the beginning of another
-            yield from [whole] if whole.error is None else [_tagged_call(each, _XML) for each in XML_NEXT.split(inner)]
+            one = _tagged_call(inner, _XML)  # a text in it may look like the end of one and the beginning of another
+            alone = one.error is None and inner.count("<parameter=") == inner.count("</parameter>")
+            yield from [one] if alone else [_tagged_call(each, _XML) for each in XML_NEXT.split(inner)]
         elif not marked:
             continue
         elif not block[0].endswith("</tool_call>"):

@@ -172,9 +172,8 @@ def _write_settings(config: AnyConfig, before: Mapping[str, Any]) -> None:
     """config.resolved.yaml, beside the checkpoints too, and a line of what is other than before."""
     folder, output = Path(config.output.output_dir), config.output
     if collectives.is_rank_0():
-        saved = Path(output.ckpt_path or folder)
-        for each in {folder, folder if (saved / "metrics.csv").exists() else saved}:  # that is another run's own folder
-            write_resolved(config, each / "config.resolved.yaml")
+        for each in {output.output_dir, output.ckpt_path or output.output_dir}:
+            write_resolved(config, Path(each) / "config.resolved.yaml")
         if changes := other_settings(before, flat_config(read_config(folder))):
             logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
 
@@ -187,8 +186,11 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def check_paths(config: AnyConfig) -> None:
-    """Raise ConfigError where a run reads what it replaces or removes."""
+    """Raise ConfigError where a run reads what it replaces or removes, or saves into another run's folder."""
     output, read = config.output, paths_read(config)
+    saved = Path(output.ckpt_path or output.output_dir).resolve()
+    if saved != Path(output.output_dir).resolve() and (saved / "metrics.csv").exists():
+        raise ConfigError(f"ckpt_path {output.ckpt_path} is another run's output_dir: name a folder of its own")
     own = [Path(output.output_dir, ROLLOUTS).resolve(), final_folder(output).resolve()]
     if inside := [str(path) for path in read if any(path.resolve().is_relative_to(each) for each in own)]:
         told = "the run replaces or removes files there; name another output_dir or save_path, or move what it reads"

@@ -179,10 +179,26 @@ def test_math_of_a_bare_expression_is_not_its_leading_number(said):
         assert verify_answer(said % part, [whole]) == 0
         assert verify_answer(said % whole, [whole]) == 1
     assert verify_answer(r"<answer>8\sqrt{2}</answer>", ["8"]) == 0
-    measured = ("7 cm^3", "7 m/s^2", "7 N", "€7", "about 7", "length = 7 cm", "June 7", "7 (approx)")
+    measured = (
+        "7km/h",
+        "7mL",
+        "¥7",
+        "7-inch",
+        "x-coordinate: 7",
+        "7 N*m",
+        "7th",
+        "7 cm^3",
+        "7 m/s^2",
+        "7 N",
+        "€7",
+        "about 7",
+        "length = 7 cm",
+        "June 7",
+        "7 (approx)",
+    )
     for reference in ("7 dollars", "7 m/s", "7 cm", "$7", *measured):
         assert verify_answer(said % "7", [reference]) == 1
-    for answer in ("**7**", "7 m^2"):
+    for answer in ("**7**", "7 m^2", "**7kg**"):
         assert verify_answer(f"<answer>{answer}</answer>", ["7"]) == 1
     assert verify_answer("<answer>3 pi</answer>", [r"3\pi"]) == 1
     assert verify_answer("<answer>I think 7</answer>", ["7"]) == verify_answer("That makes 7 dollars.", ["7"]) == 1

@@ -159,6 +159,14 @@ def test_reply_is_read_or_a_failure(judging, reply, value):
         assert judging.read(reply) == pytest.approx(value)
 
 
+@pytest.mark.parametrize("begin", ["A score of 0 would mean a wrong answer.", "Score of 0 to 10: let me think."])
+def test_of_a_reply_that_is_cut_a_score_counts_in_a_whole_line_of_its_own(begin):
+    assert TEN.read(f"{begin}\n**Score: 8/10**\nIt says that", cut=True) == 0.8
+    for cut in (f"{begin}\nThe steps are", f"{begin}\nScore: 8"):
+        with pytest.raises(BadReply, match="cut at max_tokens"):
+            TEN.read(cut, cut=True)
+
+
 def test_unified_prompts_hold_the_caption_in_brackets_and_say_the_label_that_is_read():
     for ask, (question, label) in ASKED.items():
         assert question.endswith("Your task is provided as follows:\nText Caption: [{prompt}]"), ask

@@ -243,6 +243,21 @@ def test_functions_without_a_mark_or_several_behind_one_are_calls_in_their_form(
         assert [call.arguments for call in parse_tool_calls(inner, "qwen_xml")] == [{"x": value}]
 
 
+@pytest.mark.parametrize(
+    ("text", "sound"),
+    [
+        ("<function=a>\n<parameter=x>\n1\n</parameter>", []),
+        ("<function=a>\n<parameter=x>\n1\n</parameter>\n</tool_call>", []),
+        ("<function=a></function>\n<function=b><parameter=y>2</parameter>", ["a"]),
+        ("<tool_call><function=b><parameter=x>1</function><function=a></function></tool_call>", ["a"]),
+    ],
+)
+def test_a_function_that_is_not_complete_is_one_malformed_call(text, sound):
+    calls = parse_tool_calls(text, "qwen_xml")
+    assert [call.name for call in calls if call.error is None] == sound
+    assert len([call for call in calls if call.error]) == 1
+
+
 @pytest.mark.parametrize("begin", ["", "<think>\n"])
 def test_calls_and_marks_in_thoughts_that_have_ended_are_no_calls(begin):
     call = ToolCall("write", {"text": "<think>a</think>"}, None)

@@ -178,15 +178,13 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     assert apart == "run" or (saved / "checkpoint-500").is_dir()
 
 
-def test_settings_of_a_run_whose_folder_is_the_ckpt_path_of_another_stay(tmp_path):
-    saved = tmp_path / "other"
-    saved.mkdir()
-    for name in ("metrics.csv", "config.resolved.yaml"):
-        (saved / name).write_text("step,loss\n")
-    output = OutputConfig(str(tmp_path / "run"), ckpt_path=str(saved))
-    start.open_run(RunConfig(output=output), LoopSettings(1, output), [], []).recorder.close()
-    assert (saved / "config.resolved.yaml").read_text() == "step,loss\n"
-    assert (tmp_path / "run" / "config.resolved.yaml").is_file()
+def test_a_ckpt_path_that_is_the_folder_of_another_run_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.csv").write_text("step,loss\n")
+    for output in ("run", "other"):
+        told = pytest.raises(ConfigError, match="ckpt_path .*other is another run's output_dir")
+        with told if output == "run" else nullcontext():
+            start.check_paths(RunConfig(output=OutputConfig(str(tmp_path / output), ckpt_path=str(tmp_path / "other"))))
 
 
 @pytest.mark.parametrize(("resumed", "kept"), [("run", True), ("moved", True), ("other", False)])

@@ -91,13 +91,14 @@ class Judging:
         return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
     def read(self, text: str, cut: bool = False) -> float:
-        """The score in 0..1. Raises BadReply when the text has none in range, or it is in the line that is cut, unless
-        the pattern is one's own: `A score of 0 would mean` is none."""
+        """The score in 0..1. Raises BadReply when the text has none in range; of one that is cut, when it has none in a
+        line of its own before the last, unless the pattern is one's own: `A score of 0 would mean` is none."""
+        if cut and self.pattern == SCORE_PATTERN:
+            alone = rf"(?i)\W*{SCORE_PATTERN.removeprefix('(?i)')}(?:/\d+)?\W*"
+            text = "\n".join(line for line in text.split("\n")[:-1] if re.fullmatch(alone, line))
         found = list(re.finditer(self.pattern, text))
-        if cut and (not found or self.pattern == SCORE_PATTERN and "\n" not in text[found[-1].end() :]):
-            raise BadReply(CUT)
         if not found:
-            raise BadReply("the judge's text has no score")
+            raise BadReply(CUT if cut else "the judge's text has no score")
         try:
             value = float(found[-1][1] or "")
         except ValueError:

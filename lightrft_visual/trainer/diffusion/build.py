@@ -246,8 +246,6 @@ def say_idle(config: DiffusionRunConfig) -> None:
     if together > 1 and algorithm.entry.trains_on == "reward" and collectives.is_rank_0():
         name = algorithm.diffusion_algorithm
         logger.warning("steps_per_forward %d does nothing: %s draws each step from the one before", together, name)
-    if config.sampling.sampling_graphs and config.rollout_graphs_serve and collectives.is_rank_0():
-        logger.warning("sampling_graphs leaves out trained steps, whose graphs are kept: see rollout_graph_gib 0")
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:

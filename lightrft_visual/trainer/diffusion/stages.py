@@ -102,14 +102,17 @@ def kept_bytes(forward: Callable[[], T], weights: Iterable[T]) -> int:
 
 def worth_using(graphed: list[Graphed], only_advantages_count: bool) -> float | None:
     """The kept steps of valid samples over all ranks, at least one, which the mean of an update on the graphs counts;
-    None where a backward of all samples is more work than the replay of those that count. A collective."""
-    numbers = torch.zeros(3, dtype=torch.float64)
+    None where a backward of all samples is more work than the replay of those that count, and where that of an invalid
+    one would make gradients NaN. A collective."""
+    numbers = torch.zeros(4, dtype=torch.float64)
     for experience, kept in graphed:
         valid = experience.valid.bool()
         moving = experience.advantages.bool().view(len(valid), -1).any(dim=1)  # (B), also of advantages (B, K)
-        numbers += torch.tensor([int(valid.sum()) * len(kept.steps), int((valid & moving).sum()), len(valid)])
-    steps, counted, samples = collectives.all_reduce_sum(numbers).tolist()
-    return None if only_advantages_count and counted < WORTH * samples else max(steps, 1.0)
+        broken = not (valid.all() or kept.log_probs.isfinite().all())  # the device is asked where any is invalid
+        own = int(valid.sum()) * len(kept.steps), int((valid & moving).sum()), len(valid), broken
+        numbers += torch.tensor(own, dtype=torch.float64)
+    steps, counted, samples, broken = collectives.all_reduce_sum(numbers).tolist()
+    return None if broken or (only_advantages_count and counted < WORTH * samples) else max(steps, 1.0)
 
 
 @dataclass

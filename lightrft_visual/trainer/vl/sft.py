@@ -216,9 +216,12 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
             ends=checkpoint.ends,
         )
         dataset, eval_set = datasets_of(config.data, checks)
-    config.train.check_budget(dataset.longest, f"the longest row of the data has {dataset.longest} tokens")
-    step_size = min(config.train.train_batch_size, len(dataset))  # on any number of ranks
-    steps, sampler = prompt_schedule(config, dataset, _fitted_size(config, dataset))
+    longest = dataset.longest
+    if config.data.allow_remote_media:  # what is not here has any size
+        longest = config.rollout.prompt_max_len + config.rollout.generate_max_len
+    config.train.check_budget(longest, f"the longest row of the data may have {longest} tokens")
+    size, step_size = _fitted_size(config, dataset)
+    steps, sampler = prompt_schedule(config, dataset, size)
     loop = LoopSettings(steps, config.output, resume_folder, model, step_size)
     run = open_run(config, loop, locks, [each for each in (dataset, eval_set) if each is not None])
     log_stage("loading the model")
@@ -237,14 +240,15 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
     )
 
 
-def _fitted_size(config: SFTRunConfig, dataset: PromptDataset) -> int:
-    """train_batch_size, cut to the rows that there are, and that is said."""
+def _fitted_size(config: SFTRunConfig, dataset: PromptDataset) -> tuple[int, int]:
+    """train_batch_size, cut to the rows that there are, and that is said; and as it would be on one rank."""
     train = config.train
     rows = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
+    alone = min(train.train_batch_size, rows)
     size = fitting_batch(train.train_batch_size, rows, collectives.world_size())
     if size != train.train_batch_size:
         if collectives.is_rank_0():
             text = "train_batch_size %d is more than the %d rows of a pass over the data: a step takes %d"
             logger.warning(text, train.train_batch_size, rows, size)
         train.train_batch_size = size
-    return size
+    return size, alone

@@ -337,6 +337,8 @@ def test_only_the_trained_steps_of_a_window_keep_their_graph_where_that_is_less_
     assert (
         worth_using([Graphed(experience, kept)], False) == 6 and worth_using([Graphed(experience, kept)], True) is None
     )
+    broken = kept.log_probs.detach().masked_fill(~experience.valid.repeat(2), torch.nan)
+    assert worth_using([Graphed(experience, replace(kept, log_probs=broken))], False) is None  # 0 times NaN
 
 
 @pytest.mark.parametrize("gib,fits", [(1.0, True), (1e-6, False)])
