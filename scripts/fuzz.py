@@ -8,8 +8,8 @@
 Each case is a small real file (PNG, JPEG, WebP, GIF, BMP, TIFF, PPM, MP4, Parquet, jsonl, json, CSV, text, a state file
 in safetensors) with a few random changes, a row of random values, or one of `fuzz_outside.py`: a recipe, a command
 line, a model folder, a run folder, a request to the reward server, a reply of one. A case fails when anything but an
-error of this package is raised, when the process dies, when it takes more than 2 s of processor time or the process
-rises above 2 GB.
+error of this package is raised, when the process dies, when it takes more than 2 s of processor time or the most
+memory of the process rises by more than 1 GB.
 The exit code is 1 when a case fails.
 """
 
@@ -52,7 +52,7 @@ from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_outside import OUTSIDE  # noqa: E402
 
-CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 10, 2 * 2**30
+CPU_SECONDS, WALL_SECONDS, GROWTH = 2.0, 10, 2**30
 MARK = "case: "
 IMAGES = ("png", "jpeg", "webp", "gif", "bmp", "tiff", "ppm")
 TABLES = ("parquet", "jsonl", "json", "csv", "txt")
@@ -346,7 +346,7 @@ def checked(fuzzer: Fuzzer, number: int, only: str | None = None) -> tuple[str, 
     seconds = time.process_time() - start
     if seconds > CPU_SECONDS:
         return outcome, f"{seconds:.1f} s of processor time"
-    if _peak() > max(peak, PEAK_BYTES):
+    if _peak() - peak > GROWTH:
         return outcome, f"{_peak() / 2**30:.1f} GB"
     return outcome, None
 

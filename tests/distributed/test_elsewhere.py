@@ -65,7 +65,7 @@ def test_a_merged_final_checkpoint_answers_in_vllm(one_rank):
     [
         ("no_image", "DataError: .*no_image.jsonl.*2.*none.png"),
         ("long_prompt", "DataError: .*rows.jsonl.*8"),
-        ("save_path", "CheckpointError: .*data.*will not be overwritten"),
+        ("save_path", "ConfigError: .*data.*the run replaces or removes files there"),
     ],
 )
 def test_bad_input_is_named_before_any_model_loads(one_rank, name, told):

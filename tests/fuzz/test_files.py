@@ -53,6 +53,6 @@ def test_a_case_fails_beyond_its_bounds(fuzzer, monkeypatch):
     monkeypatch.setattr(fuzz, "CPU_SECONDS", -1.0)
     assert "processor time" in fuzz.checked(fuzzer, 1, "txt")[1]
     monkeypatch.setattr(fuzz, "CPU_SECONDS", 9.0)
-    monkeypatch.setattr(fuzz, "PEAK_BYTES", -1)
+    monkeypatch.setattr(fuzz, "GROWTH", -1)
     monkeypatch.setattr(fuzz, "_peak", iter([0, 2**32, 2**32]).__next__)
     assert fuzz.checked(fuzzer, 1, "txt")[1] == "4.0 GB"

@@ -217,9 +217,9 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
         )
         dataset, eval_set = datasets_of(config.data, checks)
     longest = dataset.longest
-    if config.data.allow_remote_media:  # what is not here has any size
+    if config.data.allow_remote_media:  # what is not here may have any size
         longest = config.rollout.prompt_max_len + config.rollout.generate_max_len
-    config.train.check_budget(longest, f"the longest row of the data may have {longest} tokens")
+    config.train.check_budget(longest, f"the longest row of the data has {longest} tokens")
     size, step_size = _fitted_size(config, dataset)
     steps, sampler = prompt_schedule(config, dataset, size)
     loop = LoopSettings(steps, config.output, resume_folder, model, step_size)
