@@ -48,7 +48,7 @@ LEFT_OUT = {
     ),
     "sampling": (
         "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",
-        "sampling_graphs",
+        "cuda_graphs",
     ),
 }  # fmt: skip
 NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False, "use_wandb": False,
@@ -226,7 +226,7 @@ def _configured(
         if checkpoint.resumable:
             tree = dict(run)
             own |= {"cfg_in_training": True} if tree["algorithm"].get("cfg_in_training") is False else {}
-            own |= {"sampling_graphs": False} if checkpoint.draws else {}
+            own |= {"cuda_graphs": False} if checkpoint.draws else {}
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
             own["max_steps"] = tree["train"]["max_steps"]
             from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for

@@ -632,9 +632,9 @@ class DiffusionSettings(TypedDict, total=False):
     """default: 24, reward_fl and diffusion_opd 1, of pair_data 2."""
     micro_rollout_batch_size: int
     """samples a forward, per rank. Default: 8."""
-    sampling_graphs: bool
-    """CUDA graphs of the denoisers' forwards in rollouts and evaluations: for small images, which the host is
-    slow with. Default: False."""
+    cuda_graphs: bool
+    """graphs of the denoisers' forwards in rollouts and evaluations: for small images, which the host is slow
+    with. Default: False."""
     prompt_data: Any
     """embedded, a file, a folder or a hub name. Default: 'embedded'."""
     prompt_split: str

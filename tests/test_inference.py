@@ -375,10 +375,10 @@ def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_
 @pytest.mark.parametrize(("ask", "numbered"), [("sample", True), ("evaluate", True), ("evaluate", False)])
 def test_graphs_of_a_drawing_run_are_of_its_card_alone(tmp_path, config_of_sample, monkeypatch, ask, numbered):
     monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
-    run = FlowGRPOTrainer("org/model", SCORER[True], ["a circle"], sampling_graphs=True, output_dir=tmp_path)
+    run = FlowGRPOTrainer("org/model", SCORER[True], ["a circle"], cuda_graphs=True, output_dir=tmp_path)
     checkpoint = left_by(run, numbered=numbered)
     found = config_of_sample(checkpoint.path, "a circle") if ask == "sample" else configured(checkpoint, ["a circle"])
-    assert run.config.sampling.sampling_graphs and not found.sampling.sampling_graphs
+    assert run.config.sampling.cuda_graphs and not found.sampling.cuda_graphs
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperatur": 1.0}])

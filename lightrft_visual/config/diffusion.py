@@ -170,8 +170,8 @@ class DiffusionSamplingConfig(Section):
     rollout_batch_size: PositiveInt = 8  # prompts a step, over all ranks
     n_samples_per_prompt: PositiveInt | None = None  # default: 24, reward_fl and diffusion_opd 1, of pair_data 2
     micro_rollout_batch_size: PositiveInt = 8  # samples a forward, per rank
-    # CUDA graphs of the denoisers' forwards in rollouts and evaluations: for small images, which the host is slow with
-    sampling_graphs: bool = False
+    # graphs of the denoisers' forwards in rollouts and evaluations: for small images, which the host is slow with
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         given = self.sigmas or self.timesteps
@@ -295,8 +295,8 @@ class DiffusionRunConfig(Section):
         self.distributed.check_run(self.model, self.train)
         entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
         require(
-            not self.sampling.sampling_graphs or (alone and self.distributed.zero_stage < 3),
-            "sampling_graphs records forwards of whole weights on one rank: it takes zero_stage 0 to 2, and sp_size 1",
+            not self.sampling.cuda_graphs or (alone and self.distributed.zero_stage < 3),
+            "cuda_graphs records forwards of whole weights on one rank: it takes zero_stage 0 to 2, and sp_size 1",
         )
         require(
             alone or not (entry.coupled or entry.trains_on == "reward"),

@@ -163,17 +163,25 @@ def engines(folder: Path, size: str) -> Rows:
     yield from _engines(folder, size, ("qwen2_5_vl",), "hf", "")
 
 
+def lacking(check: Callable[[], Any]) -> str:
+    """Why a part cannot run here, by the package's own check; empty where it can."""
+    from lightrft_visual.errors import ConfigError
+
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def engines_sglang(folder: Path, size: str) -> Rows:
     """The same of SGLang, for the families that it is built for."""
     from deepspeed.accelerator import get_accelerator
 
-    from lightrft_visual.errors import ConfigError
     from lightrft_visual.plugins.sglang.arguments import require_package
 
-    try:
-        require_package()
-    except ConfigError as error:
-        yield "skipped", str(error)
+    if told := lacking(require_package):
+        yield "skipped", told
         return
     flags = "--engine_mem_util 0.2"
     if get_accelerator().device_name() == "cpu":
@@ -287,13 +295,10 @@ def work(run: Run, name: str = "") -> Rows:
 
 def liger(folder: Path, size: str) -> Rows:
     """LoRA with Liger's kernels and without: log-probs beside the engine's, gradients of one rollout, times, memory."""
-    from lightrft_visual.errors import ConfigError
     from lightrft_visual.plugins.liger.kernels import check_kernels
 
-    try:
-        check_kernels()
-    except ConfigError as error:
-        yield "skipped", str(error)
+    if told := lacking(check_kernels):
+        yield "skipped", told
         return
     for name, extra in (("plain", ""), ("kernels", "--use_liger_kernel true")):
         run = seeing(folder, size, f"liger_{name}", f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", 2, 4)
@@ -387,22 +392,19 @@ def drawing(folder: Path, size: str, name: str, ranks: int = 1, more: str = "") 
     return Run("train_flow_grpo.py", folder / name, flags, ranks)
 
 
-def sampling_graphs(folder: Path, size: str) -> Rows:
+def cuda_graphs(folder: Path, size: str) -> Rows:
     """Flow-GRPO with CUDA graphs of its rollouts and without, two samples a forward: rewards, gradients, times."""
-    from lightrft_visual.errors import ConfigError
     from lightrft_visual.models.diffusion.forward_graphs import check_graphs
 
-    try:
-        check_graphs()
-    except ConfigError as error:
-        yield "skipped", str(error)
+    if told := lacking(check_graphs):
+        yield "skipped", told
         return
     few = "--micro_rollout_batch_size 2 --rollout_graph_gib 0"
-    for name, extra in (("plain", ""), ("graphs", " --sampling_graphs true")):
+    for name, extra in (("plain", ""), ("graphs", " --cuda_graphs true")):
         run = drawing(folder, size, f"sampling_{name}", more=few + extra)
         yield (
             f"{name}: reward, norm of the first gradient",
-            f"{run.steps[0]['reward']:.5g}, {run.steps[0]['grad_norm']:.4g}",
+            f"{run.steps[0]['reward_mean']:.5g}, {run.steps[0]['grad_norm']:.4g}",
         )
         yield f"{name}: generate phase", f"{run.median('time_generate'):.2f} s"
         yield f"{name}: peak memory, and the plan's", run.peak
@@ -470,7 +472,7 @@ BY_NAME: Parts = {
     "engines_sglang": (engines_sglang, 280),
     "liger": (liger, 200),
     "routing": (routing, 120),
-    "sampling_graphs": (sampling_graphs, 150),
+    "cuda_graphs": (cuda_graphs, 150),
 }
 LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 

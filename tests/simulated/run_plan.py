@@ -36,7 +36,7 @@ def fit(trainer, folder: Path) -> None:
 
     if not folder.name.startswith("counted"):
         trainer.fit()
-        if getattr(getattr(trainer.config, "sampling", None), "sampling_graphs", False):
+        if getattr(getattr(trainer.config, "sampling", None), "cuda_graphs", False):
             assert max(graph.replays for graph in get_accelerator().graphs) > 2
         return
     from simulated.sync_counter import SyncCounter

@@ -46,9 +46,9 @@ PPO = (
     "--zero_stage 3 --offload_trainer true --advantage_estimator gae --init_kl_coef 0.05 --enable_ema true "
     "--reward_running_norm true --save_steps 1 --max_steps"
 )
-ONLY_THERE = ("--offload_trainer true", "--offload_reference true", "--sampling_graphs true")
+ONLY_THERE = ("--offload_trainer true", "--offload_reference true", "--cuda_graphs true")
 FLOW_GRPO = (
-    "--sampling_graphs true --beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true --save_steps 1 --max_steps"
+    "--cuda_graphs true --beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true --save_steps 1 --max_steps"
 )
 REWARD_FL = (
     "--diffusion_algorithm reward_fl --differentiable_reward shape_match --zero_stage 0 --mid_timestep 1 "

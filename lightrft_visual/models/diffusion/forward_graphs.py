@@ -1,4 +1,4 @@
-"""`sampling_graphs`: while images are drawn, an accelerator starts each forward of a denoiser as one recorded graph.
+"""`cuda_graphs`: while images are drawn, an accelerator starts each forward of a denoiser as one recorded graph.
 
 A forward of a few small images is thousands of short kernels, and the host takes longer to start them than the card to
 run them. A graph (CUDA's, by DeepSpeed's accelerator) starts them all at once. It computes on the addresses that it was
@@ -28,7 +28,7 @@ def check_graphs() -> None:
     """Raise ConfigError where the accelerator records none."""
     if get_accelerator().create_graph() is None:
         name = get_accelerator().device_name()
-        raise ConfigError(f"sampling_graphs: DeepSpeed records no graphs on {name}: leave it out")
+        raise ConfigError(f"cuda_graphs: DeepSpeed records no graphs on {name}: leave it out")
 
 
 def on_graphs(velocity: Callable[..., T], policy: DiffusionPolicy) -> Callable[..., T]:
@@ -99,7 +99,7 @@ class _Recorded:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            told = "sampling_graphs: this model's forward cannot be recorded, leave it out"
+            told = "cuda_graphs: this model's forward cannot be recorded, leave it out"
             raise ConfigError(f"{told}: {error.__context__ or error}") from error
         accelerator.current_stream().wait_stream(stream)
         self._made, self._tree = tree_flatten(made)
@@ -123,7 +123,7 @@ class _Recorded:
             if isinstance(expected, T):
                 off = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-6)
                 if not off <= TOLERANCE:
-                    raise ConfigError(f"sampling_graphs: a replay is {off:.2g} off the forward: leave it out")
+                    raise ConfigError(f"cuda_graphs: a replay is {off:.2g} off the forward: leave it out")
 
 
 def _form(leaf: Any) -> Hashable:
@@ -131,5 +131,5 @@ def _form(leaf: Any) -> Hashable:
     if not isinstance(leaf, T):
         return type(leaf), leaf
     if leaf.device.type != get_accelerator().device_name():
-        raise ConfigError("sampling_graphs: this model reads a tensor on the host: leave it out")
+        raise ConfigError("cuda_graphs: this model reads a tensor on the host: leave it out")
     return leaf.shape, leaf.dtype, leaf.stride()

@@ -247,7 +247,7 @@ class DiffusionPlanner:
             items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
         if config.output.async_save and stepped:
             items += self.zero.saved("denoisers", self.model)
-        if config.sampling.sampling_graphs and stepped:
+        if config.sampling.cuda_graphs and stepped:
             items.append(self._step("graph of a denoising step"))
         copy = FP32 * self.model.trained / share
         if config.train.enable_ema:

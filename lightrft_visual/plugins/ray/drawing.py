@@ -163,7 +163,7 @@ class WorkerDrawing:
         self.policy = policy.to(device).eval()
         self.parameters = {name: each for name, each in policy.named_parameters() if each.requires_grad}
         sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
-        drawn_by = TrainedVelocity(policy, policy, config.sampling.sampling_graphs)
+        drawn_by = TrainedVelocity(policy, policy, config.sampling.cuda_graphs)
         self.sampling = DiffusionSampling(drawn_by, sampler, config.sampling, config.train.seed)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:

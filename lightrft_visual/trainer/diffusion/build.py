@@ -65,7 +65,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
     say_idle(config)
-    if config.sampling.sampling_graphs:
+    if config.sampling.cuda_graphs:
         check_graphs()
     _check_ranks(config)
     with folders_held(config.output) as locks:
@@ -109,7 +109,7 @@ def _built(
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
     teacher = load_teacher(config, strategy, policy)
-    model = TrainedVelocity(engine, policy, config.sampling.sampling_graphs)
+    model = TrainedVelocity(engine, policy, config.sampling.cuda_graphs)
     sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
     sampling = DiffusionSampling(model, sampler, config.sampling, config.train.seed)
     sampler.say_noise(model, sampling.latent_shape)

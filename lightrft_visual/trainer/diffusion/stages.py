@@ -142,7 +142,7 @@ class DrawingBatch:
 class TrainedVelocity:
     """What the sampler asks of a model, answered through the training engine, so that ZeRO's hooks run.
 
-    graphs: setting `sampling_graphs`.
+    graphs: setting `cuda_graphs`.
     """
 
     def __init__(self, engine: Callable[..., T], policy: DiffusionPolicy, graphs: bool):

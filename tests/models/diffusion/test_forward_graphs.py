@@ -1,4 +1,4 @@
-"""`sampling_graphs` beside forwards without; see recorded_graphs.py. Those of every family are in test_families.py."""
+"""`cuda_graphs` beside forwards without; see recorded_graphs.py. Those of every family are in test_families.py."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def run(network, *given):
     ids=["host_reads", "python_counts", "host_tensor"],
 )
 def test_a_forward_that_no_graph_repeats_is_refused(device, network, given, told):
-    with pytest.raises(ConfigError, match=f"sampling_graphs: .*{told}"):
+    with pytest.raises(ConfigError, match=f"cuda_graphs: .*{told}"):
         run(network, given)
 
 
@@ -125,5 +125,5 @@ def test_running_out_of_memory_is_no_matter_of_the_model(device):
 
 
 def test_a_host_without_graphs_is_refused():
-    with pytest.raises(ConfigError, match="sampling_graphs: DeepSpeed records no graphs on cpu: leave it out"):
+    with pytest.raises(ConfigError, match="cuda_graphs: DeepSpeed records no graphs on cpu: leave it out"):
         check_graphs()

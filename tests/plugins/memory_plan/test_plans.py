@@ -395,7 +395,7 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
     assert found["load"] == found["sync"] == found["resume"] == found["export"] == 0
     assert held("--timestep_fraction", "0.4")["generate"] == pytest.approx(found["generate"] * 2 / 5)
     assert not any(held("--rollout_graph_gib", "0.001").values()) and not any(held("--max_epochs", "2").values())
-    kept = held("--sampling_graphs", "true", item="graph of a denoising step")
+    kept = held("--cuda_graphs", "true", item="graph of a denoising step")
     assert kept["train"] == kept["generate"] > 0 == kept["load"]
     # The reference then runs over all kept steps of a micro-batch at once.
     assert held("--beta", "0.01", item="reference on the kept steps")["train"] > 0

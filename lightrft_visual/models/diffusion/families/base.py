@@ -88,7 +88,7 @@ class DiffusionFamily(ABC):
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
     context_plan: dict[str, Any] | None = None  # where ranks divide tokens; None: as diffusers has it for the denoiser
     divided_attention = ""  # how the names of the attention layers end that exchange the tokens that ranks divide
-    takes_graphs = True  # whether `sampling_graphs` serves: forwards of few shapes, that read and make none on the host
+    takes_graphs = True  # whether `cuda_graphs` serves: forwards of few shapes, that read and make none on the host
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
@@ -121,8 +121,8 @@ class DiffusionFamily(ABC):
             raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
         if frames > 1 and not cls.draws_videos():
             raise ConfigError(f"num_frames {frames} is of videos, and this model draws images: leave it out")
-        if config.sampling.sampling_graphs and not cls.takes_graphs:
-            raise ConfigError("sampling_graphs cannot record forwards of this model, or hardly any twice: leave it out")
+        if config.sampling.cuda_graphs and not cls.takes_graphs:
+            raise ConfigError("cuda_graphs cannot record forwards of this model, or hardly any twice: leave it out")
         if config.offline and cls.most_source_images:
             raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
         for name in model.trained_denoisers or ():
