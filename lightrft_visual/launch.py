@@ -38,7 +38,7 @@ from .runtime.start_up import (
     seldom_collecting,
     start_is_over,
 )
-from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
+from .runtime.usercode.calls import INTERRUPTED, describe_error, masked, source_line_of
 from .runtime.usercode.surroundings import is_users, rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -260,9 +260,9 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
 
 
 def _end_at_once(number: int, _: object) -> None:
-    by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", TERMINATED)
+    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     say_last(f"error: ended by {by} before the first step; there is nothing new to save")
-    os._exit(code)
+    os._exit(1)
 
 
 _end_at_once.ends_process = True  # so does, later in the run, a second Ctrl-C
@@ -310,7 +310,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []
     say_last("\n".join([f"error: {first}{where}", *rest]))
     watchdog.report_failure(f"{text} (stage {stage})")
-    codes = {StoppedBySignal: TERMINATED, KeyboardInterrupt: INTERRUPTED, FolderInUse: 1, ConfigError: 2}
+    codes = {KeyboardInterrupt: INTERRUPTED, FolderInUse: 1, ConfigError: 2}
     os._exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
 

@@ -484,7 +484,7 @@ class VLSettings(TypedDict, total=False):
     resume_other_model: bool
     """resume although the checkpoint was trained from another model. Default: False."""
     sigterm_exit_code: int
-    """of a run that SIGTERM ended after a checkpoint. Default: 0."""
+    """of a run that SIGTERM ended after a checkpoint. Default: 143."""
     best_metric: str | None
     """column of eval_metrics.csv by which the best checkpoint is kept."""
     eval_samples_per_prompt: int
@@ -919,7 +919,7 @@ class DiffusionSettings(TypedDict, total=False):
     resume_other_model: bool
     """resume although the checkpoint was trained from another model. Default: False."""
     sigterm_exit_code: int
-    """of a run that SIGTERM ended after a checkpoint. Default: 0."""
+    """of a run that SIGTERM ended after a checkpoint. Default: 143."""
     best_metric: str | None
     """column of eval_metrics.csv by which the best checkpoint is kept."""
     eval_samples_per_prompt: int
@@ -1129,7 +1129,7 @@ class SFTSettings(TypedDict, total=False):
     resume_other_model: bool
     """resume although the checkpoint was trained from another model. Default: False."""
     sigterm_exit_code: int
-    """of a run that SIGTERM ended after a checkpoint. Default: 0."""
+    """of a run that SIGTERM ended after a checkpoint. Default: 143."""
     best_metric: str | None
     """column of eval_metrics.csv by which the best checkpoint is kept."""
     use_wandb: bool

@@ -274,7 +274,7 @@ class OutputConfig(Section):
     load_checkpoint: bool = False  # same as resume_from=auto
     resume_from: str | None = None  # a checkpoint folder, or auto
     resume_other_model: bool = False  # resume although the checkpoint was trained from another model
-    sigterm_exit_code: Annotated[int, within("[0, 255]")] = 0  # of a run that SIGTERM ended after a checkpoint
+    sigterm_exit_code: Annotated[int, within("[0, 255]")] = 143  # of a run that SIGTERM ended after a checkpoint
     best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
     eval_samples_per_prompt: PositiveInt = 4  # samples of each evaluated prompt
     eval_seed: int | None = None  # of what the evaluation draws; default: seed

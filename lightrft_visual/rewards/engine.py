@@ -470,7 +470,7 @@ def _stopped_together(device: torch.device | str) -> Iterator[None]:
 
 
 def _stopped(how: str) -> StoppedBySignal:
-    return StoppedBySignal(f"the run was ended by {who_asked(signal.getsignal(signal.SIGINT))[0]}{how}")
+    return StoppedBySignal(f"the run was ended by {who_asked(signal.getsignal(signal.SIGINT))}{how}")
 
 
 def model_device() -> str:

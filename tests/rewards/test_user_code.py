@@ -364,7 +364,7 @@ def test_a_function_that_swallows_the_interruption_ends_the_process(tmp_path):
     (tmp_path / "swallows.py").write_text(SWALLOWS)
     command = [sys.executable, str(tmp_path / "swallows.py")]
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, timeout=120)
-    assert ended.returncode == 143, ended.stderr
+    assert ended.returncode == 1, ended.stderr
     told = ended.stderr.decode()
     assert f"reward function swallows did not react to SIGTERM, at {tmp_path}/swallows.py, line" in told
 

@@ -559,7 +559,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_before_it_ends(walk, tmp
     with nullcontext() if pressed else pytest.raises(OutputClosed, match="nobody is there"):
         trainer.fit()
     assert trainer.step == 1 and names_in(tmp_path) == ["checkpoint-000001"]
-    assert trainer.state.exit_code == (130 if pressed else 0)
+    assert trainer.state.exit_code == (130 if pressed else 143)
 
 
 # --- checkpoints that are written behind the run ---------------------------------------------------------------------

@@ -89,7 +89,6 @@ class ScoringFailed(Exception):
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
 TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can still be done
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
-TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 ASKED_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what schedulers and terminals send to all
 ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
@@ -392,10 +391,10 @@ def source_line_of(frame: FrameType | None) -> str:
     return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
-def who_asked(interrupt: Any) -> tuple[str, int]:
-    """What asked the run to end, in words, and the exit code of a process that it ends: SIGTERM, or the Ctrl-C that
-    does what SIGTERM does. interrupt: the handler of SIGINT."""
-    return ("SIGTERM", TERMINATED) if getattr(interrupt, "first", None) is None else ("Ctrl-C", INTERRUPTED)
+def who_asked(interrupt: Any) -> str:
+    """What asked the run to end, in words: SIGTERM, or the Ctrl-C that does what SIGTERM does. interrupt: the handler
+    of SIGINT."""
+    return "SIGTERM" if getattr(interrupt, "first", None) is None else "Ctrl-C"
 
 
 def _stopped_inside(error: BaseException) -> StoppedBySignal | None:
@@ -429,9 +428,8 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = source_line_of(sys._current_frames().get(main.ident))
-            asker, code = who_asked(interrupt)
-            say_last(f"error: {what} did not react to {asker}{where}; the process ends")
-            os._exit(code)
+            say_last(f"error: {what} did not react to {who_asked(interrupt)}{where}; the process ends")
+            os._exit(1)
 
     def ask() -> None:
         if not asked_at:
@@ -454,7 +452,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         yield
     except Interrupted as error:
         raise _stopped_inside(error) or StoppedBySignal(
-            f"the run was ended by {who_asked(interrupt)[0]} while {what} ran: {error}"
+            f"the run was ended by {who_asked(interrupt)} while {what} ran: {error}"
         ) from None
     finally:
         over.append(True)  # from here on the handler must not raise
