@@ -24,7 +24,7 @@ from .config.load import OF_SEVERAL, check_ranks
 from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
-from .errors import ConfigError, FolderInUse, LightRFTVisualError, OutputClosed, StoppedBySignal
+from .errors import ConfigError, FolderInUse, LightRFTVisualError, OutputClosed
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
 from .runtime.packages import unseen_devices, wrong_torchvision
