@@ -433,7 +433,12 @@ def to_pil(image: Any) -> Image.Image:
 
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise DataError(f"an image is a PIL image, an array or a tensor, not {type(image).__name__}")
-    array = _as_uint8_array(image)
+    array = image
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+        tensor = torch.as_tensor(image)
+        if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
+            raise DataError(f"not an image: type {image.dtype}; expected uint8, or floats in 0..1")
+        array = to_uint8(tensor).numpy()
     if array.ndim == 3 and array.shape[-1] != 3 and array.shape[0] in (1, 3):
         array = np.moveaxis(array, 0, -1)
     if array.ndim == 3 and array.shape[-1] == 1:
@@ -441,17 +446,6 @@ def to_pil(image: Any) -> Image.Image:
     if array.ndim != 2 and (array.ndim != 3 or array.shape[-1] not in (3, 4)):
         raise DataError(f"not an image: shape {tuple(image.shape)}; expected [H, W], [H, W, 3] or [C, H, W]")
     return Image.fromarray(array)
-
-
-def _as_uint8_array(media: torch.Tensor | np.ndarray) -> np.ndarray:
-    import torch
-
-    if isinstance(media, np.ndarray) and media.dtype == np.uint8:
-        return media
-    tensor = torch.as_tensor(media)
-    if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
-        raise DataError(f"not an image: type {media.dtype}; expected uint8, or floats in 0..1")
-    return to_uint8(tensor).numpy()
 
 
 def to_rgb(image: Any) -> Image.Image:
