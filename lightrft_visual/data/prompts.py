@@ -398,9 +398,7 @@ class PromptDataset:
         return count
 
     def _header(self, image: Any) -> Size | None:
-        if is_remote(image) and self.config.allow_remote_media:
-            return None
-        return image_size(image, max_pixels=self.config.max_image_pixels)
+        return None if is_remote(image) and self._reading.get("allow_remote") else image_size(image, **self._reading)
 
     def _check_system_prompt(self) -> None:
         text = self.config.system_prompt or ""
