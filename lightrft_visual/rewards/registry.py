@@ -231,7 +231,12 @@ class Catalogue:
             key = next((name for name, listed in self._remotes.items() if listed == key), key)
             key = key if "://" in key else self._key_among(key, list(self._remotes), "remote reward")
         elif kind == "rule" or key not in sources:
-            kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
+            transport = entry.transport or self.config.reward_transport
+            if kind == "func" and ".py:" not in key:  # a registered scorer named as a function is a rule
+                if key not in scorer_names():
+                    known = did_you_mean(key, [*sources, *scorer_names()])
+                    raise ConfigError(f"the reward recipe names the function {key!r}{known}")
+                kind = "rule"
         elif entry.kwargs:
             raise ConfigError(f"reward function {key} takes no settings in a recipe: it is given as a callable")
         name = key if entry.name == entry.key else entry.name
@@ -260,16 +265,6 @@ class Catalogue:
         unique = unique_name(name, sources)
         sources[unique] = source
         return unique
-
-    @staticmethod
-    def _scorer_kind(entry: RecipeEntry, sources: Mapping[str, Source]) -> str:
-        """A registered scorer named as a function is a rule."""
-        if entry.type == "rule" or ".py:" in entry.key:
-            return entry.type
-        if entry.key not in scorer_names():
-            known = [*sources, *scorer_names()]
-            raise ConfigError(f"the reward recipe names the function {entry.key!r}{did_you_mean(entry.key, known)}")
-        return "rule"
 
     @staticmethod
     def _key_among(key: str, names: Sequence[str], what: str) -> str:
