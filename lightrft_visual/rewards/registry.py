@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -177,7 +178,7 @@ class Catalogue:
     ) -> None:
         self.strategy, self.resources = strategy, resources or ResourcesConfig()
         self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
-        self._closing: list[Callable[[], None]] = []
+        self._closing = ExitStack()
         self._client: Any = None
         self._models: list[str] = []
         self.functions: list[str] = []  # names of those given
@@ -255,9 +256,7 @@ class Catalogue:
 
     def close(self) -> None:
         """End what was started: processes, connections, actors."""
-        for close in reversed(self._closing):
-            close()
-        self._closing.clear()
+        self._closing.close()
 
     @staticmethod
     def _add(sources: dict[str, Source], name: str, source: Source) -> str:
@@ -297,7 +296,7 @@ class Catalogue:
         if self.resources.rewards_placed and isinstance(model, (str, Path)):
             ray, needed_for = registry.services.load("ray_rewards"), "distributed.resources.reward"
             placed = ray.RayRewardModel(name, str(model), needed_for=needed_for, **self._pool())
-            self._closing.append(placed.close)
+            self._closing.callback(placed.close)
             return placed
         return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
@@ -308,7 +307,7 @@ class Catalogue:
 
         if self._client is None:
             self._client = RemoteClient(self.config)
-            self._closing.append(self._client.close)
+            self._closing.callback(self._client.close)
         return RemoteReward(entry, self._client, self._wires.get(entry, self._wires.get("")))
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
@@ -346,7 +345,7 @@ class Catalogue:
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
         moved = SandboxedCallable(function, self.config.reward_fn_timeout, given)
-        self._closing.append(moved.close)
+        self._closing.callback(moved.close)
         return self._source(moved, name, given)
 
     def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
@@ -368,7 +367,7 @@ class Catalogue:
             return self._ray_actors(entry.name, entry.key, entry.kwargs)
         scorer = build_scorer(entry.key, entry.kwargs, self.config)
         if hasattr(scorer, "close"):  # it holds processes or connections
-            self._closing.append(scorer.close)
+            self._closing.callback(scorer.close)
         if isinstance(scorer, Source):
             return scorer
         copies = not is_shipped(find_scorer(entry.key))  # built-in ones only read
@@ -382,7 +381,7 @@ class Catalogue:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
         ray = registry.services.load("ray_rewards")
         source = ray.RaySource(name, key, kwargs, config=self.config, lenient=self.lenient, **self._pool())
-        self._closing.append(source.close)
+        self._closing.callback(source.close)
         return source
 
     def _pool(self) -> dict[str, Any]:
