@@ -234,7 +234,10 @@ def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
     if is_base64_image(source):
         return _decode_base64(source)
     if source.startswith("file://"):
-        source = _path_of(source)
+        try:
+            source = unquote(urlsplit(source).path)
+        except ValueError as error:
+            raise DataError(f"{describe_source(source)} is not a valid file URL: {error}", "file missing") from None
     if "://" in source and "::" in source:  # as datasets names a file inside a zip
         archive = source.rpartition("::")[2]
         raise DataError(f"its file is inside {archive}, and archives are not read: unpack it", "file in an archive")
@@ -315,13 +318,6 @@ def is_path(source: Any) -> bool:
     if isinstance(source, str):
         return not (source.startswith(("http://", "https://", "data:", "file://")) or is_base64_image(source))
     return isinstance(source, os.PathLike)
-
-
-def _path_of(url: str) -> str:
-    try:
-        return unquote(urlsplit(url).path)
-    except ValueError as error:
-        raise DataError(f"{describe_source(url)} is not a valid file URL: {error}", "file missing") from None
 
 
 def _regular_file(path: Path) -> Path:
