@@ -124,12 +124,7 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
 
 def are_mappings(value: Any) -> bool:
     """Whether it is a list of mappings, with one at least."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, (str, bytes))
-        and len(value) > 0
-        and all(isinstance(each, Mapping) for each in value)
-    )
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(each, Mapping) for each in value)
 
 
 def json_list(cell: Any) -> Any:
