@@ -178,6 +178,7 @@ class Catalogue:
     ) -> None:
         self.strategy, self.resources = strategy, resources or ResourcesConfig()
         self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
+        self.lenient = config.on_reward_error == "skip"  # whether samples that a function fails on are left out
         self._closing = ExitStack()
         self._client: Any = None
         self._models: list[str] = []
@@ -350,11 +351,6 @@ class Catalogue:
 
     def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
         return CallableSource(function, name, given, self.config.reward_form, self.device, self.lenient)
-
-    @property
-    def lenient(self) -> bool:
-        """Whether samples that a function fails on are left out."""
-        return self.config.on_reward_error == "skip"
 
     def _func(self, entry: RecipeEntry) -> Source:
         if self._on_actors(entry):
