@@ -315,8 +315,7 @@ class RewardComputationEngine:
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):
-            begun = early.scores if early is not None else None
-            columns, reasons = run_jobs(jobs, batch, call, begun, list(self._together.values()))
+            columns, reasons = run_jobs(jobs, batch, call, early and early.scores, list(self._together.values()))
             if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:

@@ -61,9 +61,7 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., 
     for key in settings:
         if key not in parameters and not takes_all:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
-    if settings and is_shipped(target):
-        return target, _typed(name, target, settings)
-    return target, settings
+    return target, _typed(name, target, settings) if settings and is_shipped(target) else settings
 
 
 def _typed(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
