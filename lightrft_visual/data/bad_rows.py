@@ -104,11 +104,10 @@ class BadRows:
     def check(self) -> None:
         """Raise TooManyBadRows when more than `max_share` of the rows are bad."""
         if len(self.rows) > self.max_share * self.inspected:
-            raise TooManyBadRows(
-                f"{self.summary()}; that is more than max_bad_share = {self.max_share:g}. Repair the data, or raise "
-                f"--max_bad_share\n{self._table()}",
-                self,
-            )
+            firsts = {row.cause: row.message for row in reversed(self.rows.values())}  # the first row of each cause
+            table = "\n".join(f"  {count} x {cause}: {firsts[cause]}" for cause, count in self.causes.most_common())
+            told = f"more than max_bad_share = {self.max_share:g}. Repair the data, or raise --max_bad_share"
+            raise TooManyBadRows(f"{self.summary()}; that is {told}\n{table}", self)
 
     def with_those_of_the_start(self, met: Iterable[BadRow]) -> BadRows:
         """Apart from what was met at other times: `met` of one time, beside rows that never come."""
@@ -116,11 +115,6 @@ class BadRows:
         start = [row for row in self.rows.values() if row.found == BadRow.found]
         own.rows, own.inspected = {row.source: row for row in (*start, *met)}, self.inspected
         return own
-
-    def _table(self) -> str:
-        """A line for each cause, the most frequent first, with the first row of it."""
-        firsts = {row.cause: row.message for row in reversed(self.rows.values())}
-        return "\n".join(f"  {count} x {cause}: {firsts[cause]}" for cause, count in self.causes.most_common())
 
     def report(self) -> None:
         """Say the summary, where there is anything to say."""

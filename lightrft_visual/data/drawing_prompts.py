@@ -11,7 +11,7 @@ from ..errors import DataError
 from ..experience.rollouts import media_list
 from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .forms import is_filled, json_list
-from .media import image_size, is_path, resolve_source
+from .media import is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, reference_in
 from .rows import resolve_images
 from .sources import RowSource
@@ -62,13 +62,14 @@ class DrawPrompts(PromptDataset):
     def _reading(self) -> dict[str, Any]:
         return {}
 
-    def _header(self, image: Any) -> tuple[int, int]:
-        return image_size(image)
-
 
 def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -> PromptRow:
     check_values(raw)
-    _check_columns(raw, config)
+    for flag in ROLES[1:]:  # a column that a flag names must be there
+        key = getattr(config, flag)
+        if key not in raw and key != getattr(DiffusionDataConfig, flag):
+            columns = ", ".join(map(str, raw))
+            raise DataError(f"no column {key!r} ({flag}); the row has: {columns}", "column missing")
     check_reference(raw.get(config.reference_key))
     prompt = _text(raw.get(config.input_key), raw, config)
     if len(prompt) > MAX_CAPTION:
@@ -116,15 +117,6 @@ def _images(raw: Mapping[str, Any], column: str, most: int, root: Any) -> list[A
     if len(found) > most:
         raise DataError(f"{len(found)} images in column {column!r}; this model takes {most}", "media count")
     return [resolve_source(image, root) for image in found]
-
-
-def _check_columns(raw: Mapping[str, Any], config: DiffusionDataConfig) -> None:
-    """A column that a flag names must be there."""
-    for flag in ROLES[1:]:
-        key = getattr(config, flag)
-        if key not in raw and key != getattr(DiffusionDataConfig, flag):
-            columns = ", ".join(map(str, raw))
-            raise DataError(f"no column {key!r} ({flag}); the row has: {columns}", "column missing")
 
 
 PICK_A_PIC = ("jpg_0", "jpg_1")

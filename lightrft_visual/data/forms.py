@@ -110,8 +110,9 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     if messages[-1].get("role") != "assistant":
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
-    beside = ((key, messages[-1].get(key)) for key in UNREAD)
-    unread = [key for key, value in beside if isinstance(value, list | tuple | Mapping) and value or _words(value)]
+    beside = {key: messages[-1].get(key) for key in UNREAD}
+    filled = {key: value.strip() if isinstance(value, str) else value for key, value in beside.items()}
+    unread = [key for key, value in filled.items() if isinstance(value, str | list | tuple | Mapping) and value]
     if isinstance(answer, list | tuple) and (not answer or any(isinstance(part, Mapping) for part in answer)):
         kinds = (part.get("type") or "text" for part in answer if isinstance(part, Mapping))
         unread += [f"a part {kind!r}" for kind in kinds if kind != "text"]
@@ -121,18 +122,9 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     return Content(messages[:-1], answer, consumed=consumed, unread=told if unread else "")
 
 
-def _words(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def are_mappings(value: Any) -> bool:
     """Whether it is a list of mappings, with one at least."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, (str, bytes))
-        and len(value) > 0
-        and all(isinstance(each, Mapping) for each in value)
-    )
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(each, Mapping) for each in value)
 
 
 def json_list(cell: Any) -> Any:

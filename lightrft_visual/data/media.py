@@ -234,7 +234,10 @@ def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
     if is_base64_image(source):
         return _decode_base64(source)
     if source.startswith("file://"):
-        source = _path_of(source)
+        try:
+            source = unquote(urlsplit(source).path)
+        except ValueError as error:
+            raise DataError(f"{describe_source(source)} is not a valid file URL: {error}", "file missing") from None
     if "://" in source and "::" in source:  # as datasets names a file inside a zip
         archive = source.rpartition("::")[2]
         raise DataError(f"its file is inside {archive}, and archives are not read: unpack it", "file in an archive")
@@ -315,13 +318,6 @@ def is_path(source: Any) -> bool:
     if isinstance(source, str):
         return not (source.startswith(("http://", "https://", "data:", "file://")) or is_base64_image(source))
     return isinstance(source, os.PathLike)
-
-
-def _path_of(url: str) -> str:
-    try:
-        return unquote(urlsplit(url).path)
-    except ValueError as error:
-        raise DataError(f"{describe_source(url)} is not a valid file URL: {error}", "file missing") from None
 
 
 def _regular_file(path: Path) -> Path:
@@ -433,7 +429,12 @@ def to_pil(image: Any) -> Image.Image:
 
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise DataError(f"an image is a PIL image, an array or a tensor, not {type(image).__name__}")
-    array = _as_uint8_array(image)
+    array = image
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+        tensor = torch.as_tensor(image)
+        if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
+            raise DataError(f"not an image: type {image.dtype}; expected uint8, or floats in 0..1")
+        array = to_uint8(tensor).numpy()
     if array.ndim == 3 and array.shape[-1] != 3 and array.shape[0] in (1, 3):
         array = np.moveaxis(array, 0, -1)
     if array.ndim == 3 and array.shape[-1] == 1:
@@ -441,17 +442,6 @@ def to_pil(image: Any) -> Image.Image:
     if array.ndim != 2 and (array.ndim != 3 or array.shape[-1] not in (3, 4)):
         raise DataError(f"not an image: shape {tuple(image.shape)}; expected [H, W], [H, W, 3] or [C, H, W]")
     return Image.fromarray(array)
-
-
-def _as_uint8_array(media: torch.Tensor | np.ndarray) -> np.ndarray:
-    import torch
-
-    if isinstance(media, np.ndarray) and media.dtype == np.uint8:
-        return media
-    tensor = torch.as_tensor(media)
-    if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
-        raise DataError(f"not an image: type {media.dtype}; expected uint8, or floats in 0..1")
-    return to_uint8(tensor).numpy()
 
 
 def to_rgb(image: Any) -> Image.Image:

@@ -231,7 +231,9 @@ class PromptDataset:
         try:
             loaded = self._decoded(row)
             if self.checks.prompt_max_len is not None and is_remote_row(row):  # not known at the start
-                self._check_length(self._found(loaded, [image.size for image in loaded.images]))
+                (length,) = self._lengths([self._found(loaded, [image.size for image in loaded.images])])
+                if length > self.checks.prompt_max_len:
+                    raise DataError(self._too_long(length), LONG_PROMPT)
             return loaded
         except DataError as error:
             raise DataError(f"{row.source}: {error}", error.cause) from error
@@ -398,9 +400,7 @@ class PromptDataset:
         return count
 
     def _header(self, image: Any) -> Size | None:
-        if is_remote(image) and self.config.allow_remote_media:
-            return None
-        return image_size(image, max_pixels=self.config.max_image_pixels)
+        return None if is_remote(image) and self._reading.get("allow_remote") else image_size(image, **self._reading)
 
     def _check_system_prompt(self) -> None:
         text = self.config.system_prompt or ""
@@ -462,11 +462,6 @@ class PromptDataset:
         rendered = self.config.apply_chat_template and tokenizer is self.checks.model_input
         ids = prompt_ids([each.text for each in found], tokenizer, rendered)
         return [len(own) + each.tokens for own, each in zip(ids, found)]
-
-    def _check_length(self, found: _Found) -> None:
-        (length,) = self._lengths([found])
-        if length > self.checks.prompt_max_len:
-            raise DataError(self._too_long(length), LONG_PROMPT)
 
     def _too_long(self, length: int, unit: str = "tokens") -> str:
         return f"the prompt has {length} {unit}, above prompt_max_len = {self.checks.prompt_max_len}"

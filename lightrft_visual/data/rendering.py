@@ -186,7 +186,18 @@ def render_prompt(
     Raises:
         DataError: naming the row, also where the template leaves out a message. ConfigError: when there is no template.
     """
-    text = _rendered(row, model_input, config, tools)
+    text = row.prompt
+    if config.apply_chat_template:
+        if model_input.chat_template is None:
+            raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
+        messages = messages_of(row, config)
+        given = template_arguments(config, tools) | {"add_generation_prompt": True}
+        text = _templated(messages, row.source, model_input, given)
+        roles = tuple(message["role"] for message in messages)
+        left_out = _left_out(model_input, roles, given)
+        if left_out is not None:
+            told = f"leaves out message {left_out}, of role {roles[left_out]!r}, of a prompt of {', '.join(roles)}"
+            raise DataError(f"{row.source}: the chat template {told}", "chat template")
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
 
 
@@ -265,22 +276,6 @@ def render_answer(
     told = "the chat template does not write every answer whole behind its prompt: such ones are trained as they stand"
     warn_once(told)
     return answer, end
-
-
-def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> str:
-    if not config.apply_chat_template:
-        return row.prompt
-    if model_input.chat_template is None:
-        raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
-    messages = messages_of(row, config)
-    given = template_arguments(config, tools) | {"add_generation_prompt": True}
-    text = _templated(messages, row.source, model_input, given)
-    roles = tuple(message["role"] for message in messages)
-    left_out = _left_out(model_input, roles, given)
-    if left_out is not None:
-        told = f"leaves out message {left_out}, of role {roles[left_out]!r}, of a prompt of {', '.join(roles)}"
-        raise DataError(f"{row.source}: the chat template {told}", "chat template")
-    return text
 
 
 def _left_out(model_input: ModelInput, roles: tuple[str, ...], given: Mapping[str, Any]) -> int | None:

@@ -100,7 +100,8 @@ def parse_row(
         elif not isinstance(prompt, str) or are_messages(json_list(prompt)):
             kind = "chat messages" if are_messages(json_list(prompt)) else type(prompt).__name__
             raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
-        _check_not_empty(prompt)
+        elif not prompt.strip():
+            raise DataError("the prompt is empty", "prompt form")
         reference, used = _find_reference(columns, config)
         reference = reading.reference if reference is None else reference
         check_reference(reference)
@@ -219,8 +220,9 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
     named.add(getattr(config, "response_key", RESPONSE))
     columns = {key: value for key, value in raw.items() if key not in roles or key in named}
-    if config.input_key in columns:
-        columns[config.input_key] = _without_media(columns[config.input_key])
+    prompt = columns.get(config.input_key, "")
+    if not isinstance(prompt, str):  # without the images and videos that its content parts bring along
+        columns[config.input_key] = [{**each, "content": _text_content(each["content"])} for each in prompt]
     return columns
 
 
@@ -235,13 +237,6 @@ def resolve_images(metadata: dict[str, Any], root: str | os.PathLike | None) -> 
         for column, source in found.items()
         if not is_path(source) or os.path.isfile(source)
     }
-
-
-def _without_media(prompt: Any) -> Any:
-    """A prompt column without the images and videos that its content parts bring along."""
-    if isinstance(prompt, str):
-        return prompt
-    return [{**message, "content": _text_content(message["content"])} for message in prompt]
 
 
 def _text_content(content: Any) -> Any:
@@ -283,13 +278,6 @@ def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
         text = "the last message is the assistant's: the prompt must end where the model's answer begins"
         raise DataError(text, "prompt form")
     return list(prompt)
-
-
-def _check_not_empty(prompt: str | list[dict[str, Any]]) -> None:
-    if isinstance(prompt, list):
-        prompt = "".join(part.get("text", part["type"]) for message in prompt for part in message["content"])
-    if not prompt.strip():
-        raise DataError("the prompt is empty", "prompt form")
 
 
 def _parts(content: Any) -> Iterator[tuple[str, Any]]:
@@ -341,14 +329,19 @@ def _place_media(
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Messages with every media part explicit, and the images and videos in the order of these parts.
 
-    Raises DataError when the parts without a source of their own are not as many as the list holds.
+    Raises DataError when the parts without a source of their own are not as many as the list holds, and without any
+    text or media.
     """
     parsed = [(message["role"], list(_parts(message["content"]))) for message in messages]
     listed = {"image": images, "video": videos}
     ordered: dict[str, list[Any]] = {kind: [] for kind in MEDIA}
     for kind in MEDIA:
         if listed[kind] and not any(part == kind for _, parts in parsed for part, _ in parts):
-            _put_before_text(parsed, kind, len(listed[kind]))
+            asked = next((parts for role, parts in parsed if role == "user"), None)
+            if asked is None:
+                raise DataError(f"no user message to put the {kind}s into", "prompt form")
+            start = next((place for place, (part, _) in enumerate(asked) if part == "text"), len(asked))
+            asked[start:start] = [(kind, None)] * len(listed[kind])
         open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
         if open_places != (given := len(listed[kind])):
             text = f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)"
@@ -356,20 +349,13 @@ def _place_media(
         supply = iter(listed[kind])
         for _, parts in parsed:
             ordered[kind] += [next(supply) if own is None else own for part, own in parts if part == kind]
+    if not any(kind != "text" or own.strip() for _, parts in parsed for kind, own in parts):
+        raise DataError("the prompt is empty", "prompt form")
     normal = []
     for role, parts in parsed:
         content = [{"type": "text", "text": own} if kind == "text" else {"type": kind} for kind, own in parts]
         normal.append({"role": role, "content": content})
     return normal, ordered["image"], ordered["video"]
-
-
-def _put_before_text(parsed: list[tuple[str, list]], kind: str, count: int) -> None:
-    for role, parts in parsed:
-        if role == "user":
-            start = next((place for place, (part, _) in enumerate(parts) if part == "text"), len(parts))
-            parts[start:start] = [(kind, None)] * count
-            return
-    raise DataError(f"no user message to put the {kind}s into", "prompt form")
 
 
 def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, str | None]:

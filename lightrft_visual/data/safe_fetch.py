@@ -88,18 +88,16 @@ def is_public(address: str) -> bool:
 
 def _answer(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str | None, bytes]:
     """What `_get` gives; asked a second time where the connection breaks or the server is busy or fails."""
-    for again in (True, False):
-        try:
-            found = _get(parts, max_bytes, deadline)
-            if not again or (found[0] != 429 and found[0] < 500):
-                return found
-        except TimeoutError:
-            raise
-        except (OSError, http.client.HTTPException):
-            if not again:
-                raise
-        time.sleep(min(PAUSE, _left(deadline)))
-    raise AssertionError("one of two tries returns or raises")
+    try:
+        found = _get(parts, max_bytes, deadline)
+        if found[0] != 429 and found[0] < 500:
+            return found
+    except TimeoutError:
+        raise
+    except (OSError, http.client.HTTPException):
+        pass
+    time.sleep(min(PAUSE, _left(deadline)))
+    return _get(parts, max_bytes, deadline)
 
 
 def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str | None, bytes]:

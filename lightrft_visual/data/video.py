@@ -113,16 +113,12 @@ def _split_options(source: Any) -> tuple[Any, dict[str, Any]]:
         if unknown:
             known = ", ".join(_OPTIONS)
             raise DataError(f"unknown video option(s) {', '.join(unknown)}; known: {known}", "video options")
-        _check_combination(options)
+        if "fps" in options and "nframes" in options:
+            raise DataError("video options fps and nframes exclude each other", "video options")
+        if ("resized_height" in options) != ("resized_width" in options):
+            raise DataError("video options resized_height and resized_width need each other", "video options")
         return source["video"], {key: _option(key, value) for key, value in options.items()}
     return source, {}
-
-
-def _check_combination(options: Mapping[str, Any]) -> None:
-    if "fps" in options and "nframes" in options:
-        raise DataError("video options fps and nframes exclude each other", "video options")
-    if ("resized_height" in options) != ("resized_width" in options):
-        raise DataError("video options resized_height and resized_width need each other", "video options")
 
 
 def _option(key: str, value: Any) -> float:

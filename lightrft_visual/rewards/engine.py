@@ -115,6 +115,10 @@ class RewardComputationEngine:
     which functions are given also where no sample of a batch has them. references: whether the data have any; then
     labels never stand for them. catalogue: what builds the sources.
 
+    Alike on all ranks: uses_device, whether a model of this process scores, or a function that asks for its device;
+    streams, whether a scorer works elsewhere while samples are generated and scored here; shows_images, whether a local
+    reward model asks for the prompts' images as `raw_images`; on_ray, whether a source is in Ray actors.
+
     Raises ConfigError on construction for anything unknown.
     """
 
@@ -155,8 +159,10 @@ class RewardComputationEngine:
         self._by_identity = self._recipe_sources()
         self._all = [*self._sources.values(), *self._by_identity.values()]
         self._together = {id(each): each for each in self._all if getattr(each, "all_ranks", False)}
-        # Whether a model of this process scores, or a function that asks for its device; alike on all ranks.
         self.uses_device = any(getattr(source, "uses_device", False) for source in (*self._all, self.aggregator))
+        self.streams = any(isinstance(source, StreamingSource) for source in self._all)
+        self.shows_images = any(getattr(source, "reads_images", False) for source in self._all)
+        self.on_ray = self._catalogue.on_ray
 
     @classmethod
     @each_file_once()
@@ -181,11 +187,6 @@ class RewardComputationEngine:
         arguments = engine_arguments(config, labels, columns, labels_cut_away)
         arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
         return cls(**arguments, config=config, resources=resources, references=references)
-
-    @property
-    def on_ray(self) -> bool:
-        """Whether a source is in Ray actors."""
-        return self._catalogue.on_ray
 
     def _aggregator(self, reward_fn: Any, given: Mapping[str, Any], alone: bool) -> Any:
         """The source of `reward_fn` where it aggregates by hand; else it becomes one source more. alone: a recipe says
@@ -248,16 +249,6 @@ class RewardComputationEngine:
             samples.reward_metrics = {name: values[part] for name, values in result.components.items()}
             start = part.stop
         return result
-
-    @property
-    def streams(self) -> bool:
-        """Whether a scorer works elsewhere while samples are generated and scored here; alike on all ranks."""
-        return any(isinstance(source, StreamingSource) for source in self._all)
-
-    @property
-    def shows_images(self) -> bool:
-        """Whether a local reward model asks for the prompts' images as `raw_images`."""
-        return any(getattr(source, "reads_images", False) for source in self._all)
 
     def check_videos(self, labels: Iterable[str | None]) -> None:
         """Raise ConfigError where a sample with a video would reach a model that reads none. labels: of those."""
@@ -324,8 +315,7 @@ class RewardComputationEngine:
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):
-            begun = early.scores if early is not None else None
-            columns, reasons = run_jobs(jobs, batch, call, begun, list(self._together.values()))
+            columns, reasons = run_jobs(jobs, batch, call, early and early.scores, list(self._together.values()))
             if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:

@@ -95,19 +95,15 @@ class EncodedImages:
                 result.set_result(encode())
             except Exception as error:
                 result.set_exception(error)
-            self._forget_oldest(result)
+            with self._lock:
+                self._kept += _characters(result)
+                while self._kept > self.most:  # who waits for an encoding has it
+                    key, (_, oldest) = next(iter(self._done.items()))
+                    if not oldest.done():
+                        break
+                    del self._done[key]
+                    self._kept -= _characters(oldest)
         return result.result()
-
-    def _forget_oldest(self, new: Future[Any]) -> None:
-        """Keep at most `most` characters; who waits for an encoding has it."""
-        with self._lock:
-            self._kept += _characters(new)
-            while self._kept > self.most:
-                key, (_, oldest) = next(iter(self._done.items()))
-                if not oldest.done():
-                    break
-                del self._done[key]
-                self._kept -= _characters(oldest)
 
 
 def _characters(encoded: Future[Any]) -> int:

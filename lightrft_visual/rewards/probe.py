@@ -68,13 +68,6 @@ class Answer:
         """Whether the reply has what OpenRLHF's servers write, and no other."""
         return self.replied is not None and b'"extra_logs"' in (self.replied[1] or b"")[:MARKS]
 
-    def told(self, token: str | None) -> str:
-        """The problem, with request and reply, shortened."""
-        asked, said = shown_body(self.asked, token, SHOWN_ASKED), "nothing"
-        if self.replied is not None:
-            said = f"HTTP {self.replied[0]} {shown_body(self.replied[1], token)}"
-        return f"{self.problem}\n    asked ({self.wire}): {asked}\n    answered: {said}"
-
 
 class _NotAsked:
     name = "not asked"
@@ -336,12 +329,15 @@ def _chosen(wire: str, answers: list[Answer]) -> Answer:
 
 
 def _told_of(wire: str, answer: Answer, answers: list[Answer], token: str | None) -> str:
-    """A problem, with the wire that would do where there is one."""
+    """A problem, with request and reply, shortened, and with the wire that would do where there is one."""
+    asked, said = shown_body(answer.asked, token, SHOWN_ASKED), "nothing"
+    if answer.replied is not None:
+        said = f"HTTP {answer.replied[0]} {shown_body(answer.replied[1], token)}"
     other = next((each for each in answers if each.problem is None), None)
     hint = "" if other is None else f"\n    by --reward_wire {other.wire} it gives a score"
     if wire == AUTO and len(answers) > 1:
         hint = f"\n    by {OPENRLHF} as well: {answers[1].problem}" if answers[1].problem != answer.problem else ""
-    return answer.told(token) + hint
+    return f"{answer.problem}\n    asked ({answer.wire}): {asked}\n    answered: {said}{hint}"
 
 
 def shown_sample(batch: RewardBatch) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,9 +61,7 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., 
     for key in settings:
         if key not in parameters and not takes_all:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
-    if settings and is_shipped(target):
-        return target, _typed(name, target, settings)
-    return target, settings
+    return target, _typed(name, target, settings) if settings and is_shipped(target) else settings
 
 
 def _typed(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +176,8 @@ class Catalogue:
     ) -> None:
         self.strategy, self.resources = strategy, resources or ResourcesConfig()
         self.config, self.tokenizer, self.packing_samples, self.device = config, tokenizer, packing_samples, device
-        self._closing: list[Callable[[], None]] = []
+        self.lenient = config.on_reward_error == "skip"  # whether samples that a function fails on are left out
+        self._closing = ExitStack()
         self._client: Any = None
         self._models: list[str] = []
         self.functions: list[str] = []  # names of those given
@@ -231,7 +231,12 @@ class Catalogue:
             key = next((name for name, listed in self._remotes.items() if listed == key), key)
             key = key if "://" in key else self._key_among(key, list(self._remotes), "remote reward")
         elif kind == "rule" or key not in sources:
-            kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
+            transport = entry.transport or self.config.reward_transport
+            if kind == "func" and ".py:" not in key:  # a registered scorer named as a function is a rule
+                if key not in scorer_names():
+                    known = did_you_mean(key, [*sources, *scorer_names()])
+                    raise ConfigError(f"the reward recipe names the function {key!r}{known}")
+                kind = "rule"
         elif entry.kwargs:
             raise ConfigError(f"reward function {key} takes no settings in a recipe: it is given as a callable")
         name = key if entry.name == entry.key else entry.name
@@ -250,9 +255,7 @@ class Catalogue:
 
     def close(self) -> None:
         """End what was started: processes, connections, actors."""
-        for close in reversed(self._closing):
-            close()
-        self._closing.clear()
+        self._closing.close()
 
     @staticmethod
     def _add(sources: dict[str, Source], name: str, source: Source) -> str:
@@ -260,16 +263,6 @@ class Catalogue:
         unique = unique_name(name, sources)
         sources[unique] = source
         return unique
-
-    @staticmethod
-    def _scorer_kind(entry: RecipeEntry, sources: Mapping[str, Source]) -> str:
-        """A registered scorer named as a function is a rule."""
-        if entry.type == "rule" or ".py:" in entry.key:
-            return entry.type
-        if entry.key not in scorer_names():
-            known = [*sources, *scorer_names()]
-            raise ConfigError(f"the reward recipe names the function {entry.key!r}{did_you_mean(entry.key, known)}")
-        return "rule"
 
     @staticmethod
     def _key_among(key: str, names: Sequence[str], what: str) -> str:
@@ -302,7 +295,7 @@ class Catalogue:
         if self.resources.rewards_placed and isinstance(model, (str, Path)):
             ray, needed_for = registry.services.load("ray_rewards"), "distributed.resources.reward"
             placed = ray.RayRewardModel(name, str(model), needed_for=needed_for, **self._pool())
-            self._closing.append(placed.close)
+            self._closing.callback(placed.close)
             return placed
         return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
@@ -313,7 +306,7 @@ class Catalogue:
 
         if self._client is None:
             self._client = RemoteClient(self.config)
-            self._closing.append(self._client.close)
+            self._closing.callback(self._client.close)
         return RemoteReward(entry, self._client, self._wires.get(entry, self._wires.get("")))
 
     def _callable(self, function: Any, given: Mapping[str, Any]) -> Source:
@@ -351,16 +344,11 @@ class Catalogue:
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
         moved = SandboxedCallable(function, self.config.reward_fn_timeout, given)
-        self._closing.append(moved.close)
+        self._closing.callback(moved.close)
         return self._source(moved, name, given)
 
     def _source(self, function: Any, name: str, given: Mapping[str, Any]) -> Source:
         return CallableSource(function, name, given, self.config.reward_form, self.device, self.lenient)
-
-    @property
-    def lenient(self) -> bool:
-        """Whether samples that a function fails on are left out."""
-        return self.config.on_reward_error == "skip"
 
     def _func(self, entry: RecipeEntry) -> Source:
         if self._on_actors(entry):
@@ -373,7 +361,7 @@ class Catalogue:
             return self._ray_actors(entry.name, entry.key, entry.kwargs)
         scorer = build_scorer(entry.key, entry.kwargs, self.config)
         if hasattr(scorer, "close"):  # it holds processes or connections
-            self._closing.append(scorer.close)
+            self._closing.callback(scorer.close)
         if isinstance(scorer, Source):
             return scorer
         copies = not is_shipped(find_scorer(entry.key))  # built-in ones only read
@@ -387,7 +375,7 @@ class Catalogue:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
         ray = registry.services.load("ray_rewards")
         source = ray.RaySource(name, key, kwargs, config=self.config, lenient=self.lenient, **self._pool())
-        self._closing.append(source.close)
+        self._closing.callback(source.close)
         return source
 
     def _pool(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import ConfigError
@@ -57,10 +58,11 @@ def references_in(reference: Any) -> list[str]:
     return [str(option) for option in options if option is not None]
 
 
-def any_reference(reference: Any, matches: Callable[[str], bool]) -> float | None:
-    """1.0 when the reference, or one of a list of references, matches; None without a reference."""
-    known = references_in(reference)
-    return float(any(matches(option) for option in known)) if known else None
+def _equal(answer: str | None, reference: Any, read: Callable[[str], str | None]) -> float | None:
+    """1.0 where the answer is what `read` makes of the reference, or of one of a list of references, else 0.0; None
+    without a reference."""
+    wanted = [read(option) for option in references_in(reference)]
+    return float(answer is not None and answer in wanted) if wanted else None
 
 
 class Exact:
@@ -79,10 +81,7 @@ class Exact:
     def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
         given = [self._answer(completion) for completion in completions]
         answers = [None if answer is None else self._form(answer) for answer in given]
-        return [
-            any_reference(reference, lambda option, given=answer: self._form(option) == given)
-            for answer, reference in zip(answers, references)
-        ]
+        return [_equal(answer, reference, self._form) for answer, reference in zip(answers, references)]
 
 
 def last_number(text: str) -> float | None:
@@ -112,15 +111,13 @@ class Numeric:
     def __init__(self, tolerance: float = 1e-6, absolute: float = 1e-9) -> None:
         self.tolerance, self.absolute = tolerance, absolute
 
-    def _close(self, given: float | None, wanted: float) -> bool:
-        return given is not None and math.isclose(given, wanted, rel_tol=self.tolerance, abs_tol=self.absolute)
-
     def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
+        close = partial(math.isclose, rel_tol=self.tolerance, abs_tol=self.absolute)
         scores: list[float | None] = []
         for completion, reference in zip(completions, references):
             given = last_number(final_answer(completion))
             wanted = [number for number in map(last_number, references_in(reference)) if number is not None]
-            scores.append(float(any(self._close(given, number) for number in wanted)) if wanted else None)
+            scores.append(float(given is not None and any(close(given, each) for each in wanted)) if wanted else None)
         return scores
 
 
@@ -162,7 +159,4 @@ class Choice:
 
     def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
         chosen = [self.letter(final_answer(completion)) for completion in completions]
-        return [
-            any_reference(reference, lambda option, given=given: given is not None and self.letter(option) == given)
-            for given, reference in zip(chosen, references)
-        ]
+        return [_equal(given, reference, self.letter) for given, reference in zip(chosen, references)]

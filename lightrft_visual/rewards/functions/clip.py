@@ -77,17 +77,6 @@ class CLIPPairs:
                 words.append(output.text_embeds.float().cpu())
         return torch.cat(images), torch.cat(words)
 
-    def cosine(self, images: list[Any], texts: list[str], device: Any) -> list[float]:
-        """Cosine similarity of each image with its text.
-
-        Args:
-            images: n images, PIL.
-            texts: one for each image.
-            device: on which the model runs.
-        """
-        image, text = self.embed(images, texts, device)
-        return (image * text).sum(dim=-1).tolist()
-
 
 def from_open_clip(state: dict[str, torch.Tensor], config: str, scorer: str) -> CLIPModel:
     """The model of an open_clip checkpoint.
@@ -125,7 +114,8 @@ class CLIPScore:
 
     def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
         def score(images: list[Any], texts: list[str]) -> list[float]:
-            return [self.scaled(cosine) for cosine in self._clip.cosine(images, texts, device)]
+            image, text = self._clip.embed(images, texts, device)
+            return [self.scaled(cosine) for cosine in (image * text).sum(dim=-1).tolist()]
 
         return mean_over_frames(frames, prompts, score)
 

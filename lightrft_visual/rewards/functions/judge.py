@@ -41,16 +41,12 @@ class Schema(Judging):
             if not numbers or len(ends) != 2 or not ends[0] < ends[1]:
                 raise ConfigError(f"judge: reply.{name} is {ends!r}; it must be [lowest, highest]")
 
-    @property
-    def asked(self) -> str:
-        """What the question ends with: the form of the reply."""
-        fields = ", ".join(f'"{name}": <number from {low:g} to {high:g}>' for name, (low, high) in self.reply.items())
-        return f"\n\nEnd with one JSON object and nothing else: {{{fields}}}" if self.reply else ""
-
     def messages(self, batch: RewardBatch, index: int, image_part: Any) -> Messages:
-        """See `Judging.messages`."""
+        """See `Judging.messages`; the question ends with the form of the reply."""
         found = super().messages(batch, index, image_part)
-        found[-1]["content"][-1]["text"] += self.asked
+        fields = ", ".join(f'"{name}": <number from {low:g} to {high:g}>' for name, (low, high) in self.reply.items())
+        if fields:
+            found[-1]["content"][-1]["text"] += f"\n\nEnd with one JSON object and nothing else: {{{fields}}}"
         return found
 
     def fields(self, text: str, cut: bool) -> dict[str, float]:

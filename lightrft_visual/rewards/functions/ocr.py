@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -31,14 +31,6 @@ def plain(text: str) -> str:
     return "".join(text.lower().split())
 
 
-class Reader(Protocol):
-    """What reads the text of images."""
-
-    def read(self, image: Image.Image) -> str | Failed:
-        """The text of an RGB image, line by line."""
-        ...
-
-
 class RapidReader:
     """RapidOCR, whose package brings PP-OCR's detection and recognition models. threads: of each of them."""
 
@@ -51,7 +43,7 @@ class RapidReader:
         self._engine = RapidOCR(params={"Global.log_level": "error", **params})
 
     def read(self, image: Image.Image) -> str:
-        """See `Reader.read`."""
+        """The text of an RGB image, line by line."""
         found = self._engine(np.asarray(image)[:, :, ::-1])  # it expects the order of OpenCV's channels
         return "\n".join(found.txts or ())
 
@@ -71,7 +63,7 @@ class TesseractReader:
         self.language, self.mode, self.min_height, self.seconds = language, mode, min_height, seconds
 
     def read(self, image: Image.Image) -> str | Failed:
-        """See `Reader.read`. Small images are enlarged first, which it needs."""
+        """The text of an RGB image, line by line. Small images are enlarged first, which it needs."""
         factor = -(-self.min_height // image.height) if image.height < self.min_height else 1
         if factor > 1:
             image = image.resize((image.width * factor, image.height * factor), Image.Resampling.LANCZOS)
@@ -114,7 +106,9 @@ class OCR:
         if own and name == "rapidocr":
             raise ConfigError(f"scorer ocr: {', '.join(own)} belong to reader tesseract")
         usual = {"language": "eng", "mode": 6, "min_height": 64, "seconds": 20.0}
-        self.reader: Reader = RapidReader(workers) if name == "rapidocr" else TesseractReader(**usual | own)
+        self.reader: RapidReader | TesseractReader = (
+            RapidReader(workers) if name == "rapidocr" else TesseractReader(**usual | own)
+        )
         self.extra_text, self.workers = extra_text, workers if name == "tesseract" else 1
 
     def __call__(

@@ -167,9 +167,7 @@ def frame_indices(total: int, video_fps: float, fps: float, count: int | None = 
 
 def published(weights: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(settings, tensors by Qwen2-VL's names) of the published folder, its adapters merged."""
-    folder = (
-        Path(weights) if Path(weights).is_dir() else Path(load_checkpoint(snapshot_download, weights, "videoalign"))
-    )
+    folder = Path(weights if Path(weights).is_dir() else load_checkpoint(snapshot_download, weights, "videoalign"))
     steps = sorted(folder.glob("checkpoint-*/model.pth"), key=lambda path: int(path.parent.name.partition("-")[2]))
     with refused_as(ConfigError, f"scorer videoalign: {folder} has no model_config.json and checkpoint-*/model.pth"):
         settings, file = json.loads((folder / "model_config.json").read_text()), steps[-1]

@@ -82,10 +82,8 @@ class Judging:
         made = batch.generated or any(batch.drawn[index : index + 1])
         asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if made else TEXT_QUESTION
         question = self.question or asked
-        reference = batch.references[index]
-        text = self._fill(
-            batch.prompts[index], batch.responses[index], "(none)" if reference is None else str(reference), question
-        )
+        reference = "(none)" if batch.references[index] is None else str(batch.references[index])
+        text = self._fill(batch.prompts[index], batch.responses[index], reference, question)
         images = [image_part(image) for image in (*sources, *batch.frames(index))]
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]

@@ -292,7 +292,7 @@ def check_inputs(
     own = {*INPUTS, *RESERVED} - {*OF_EPISODES, *ROLES, *settings, *(chosen.inputs if chosen.positions else ())}
     every = [key for key in INPUTS if key not in ON_DEMAND] if signature.takes_all and not chosen.closed else []
     if taken := [key for key in dict.fromkeys([*signature.names, *every]) if key in own.intersection(columns)]:
-        say_taken(name, ", ".join(taken))
+        say_once(f"{name} gets the run's own {', '.join(taken)}; the columns of these names are in metadata")
     known = [*INPUTS, *RESERVED, *FALLBACKS, *chosen.inputs, *columns, *settings]
     for parameter in signature.required:
         if parameter not in known:
@@ -371,23 +371,9 @@ def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
 
 
 @cache
-def say_taken(name: str, inputs: str) -> None:
-    """Once, though functions are checked more often."""
-    log.warning("reward function %s gets the run's own %s; the columns of these names are in metadata", name, inputs)
-
-
-@cache
-def say_form(name: str, told: str) -> None:
-    """Once, though a function is asked before the run as well."""
-    log.info("reward function %s: %s; reward_form chooses another", name, told)
-
-
-@cache
-def say_blind(name: str) -> None:
-    """Once, as of what is taken."""
-    log.warning(
-        "reward function %s reads responses, which are empty for what a model draws, and no images or videos", name
-    )
+def say_once(told: str, level: int = logging.WARNING) -> None:
+    """Of a function, which is checked more often, and asked before the run as well."""
+    log.log(level, "reward function %s", told)
 
 
 class CallableSource(Source):
@@ -422,7 +408,7 @@ class CallableSource(Source):
         bound = self.function.keywords if isinstance(self.function, partial) else {}
         self._bound = {*bound}.difference(self.given)  # no column takes its place
         if self.form.told:
-            say_form(self.name, self.form.told)
+            say_once(f"{self.name}: {self.form.told}; reward_form chooses another", logging.INFO)
 
     def _made(self, function: Callable[..., Any], device: Any) -> Callable[..., Any]:
         """The function, or what it makes; then the settings that it takes are no longer in `given`."""
@@ -474,7 +460,8 @@ class CallableSource(Source):
             form = replace(form, inputs={**form.inputs, **_columns(batch.columns & form.inputs.keys())})
         reads, media = {*self.signature.names}, {"images", "videos", "frames", "image", "video", "batch"}
         if batch.generated and reads & {"completions", "responses"} and not (reads & media or self.signature.takes_all):
-            say_blind(self.name)
+            blind = "reads responses, which are empty for what a model draws, and no images or videos"
+            say_once(f"{self.name} {blind}")
         given = dict(self.given)
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"

@@ -61,8 +61,11 @@ def choose_form(form: str, function: Callable[..., Any], signature: Any) -> Form
         signature: its `Signature`.
     """
     check_form(form)
-    name = recognise(signature.names, signature.takes_all, function) if form == AUTO else form
-    chosen = registry.reward_forms.load(name)
+    if form == AUTO:
+        known = (each for _, each in registry.reward_forms.present())
+        chosen = next((each for each in known if each.fits(signature.names, signature.takes_all, function)), NATIVE)
+    else:
+        chosen = registry.reward_forms.load(form)
     return replace(chosen, inputs=dict(zip(signature.names, chosen.positions))) if chosen.positions else chosen
 
 
@@ -73,15 +76,3 @@ def check_form(form: str) -> None:
         raise ConfigError(f"there is no reward_form {form!r}{did_you_mean(form, known)}")
     if form != AUTO:
         registry.reward_forms.load(form)
-
-
-def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
-    """The name of the form of a function: of the first that it fits.
-
-    Args:
-        names: of its parameters, in order.
-        takes_all: whether it has **kwargs.
-        function: for forms that look at more than its signature.
-    """
-    forms = registry.reward_forms.present()
-    return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")

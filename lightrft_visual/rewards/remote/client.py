@@ -172,11 +172,8 @@ class RemoteClient:
             except RequestFailed as failure:
                 wait = max(self._wait(attempt), failure.wait)
                 attempt += 1
-                if (
-                    not failure.retry
-                    or attempt > self.config.reward_retries
-                    or time.monotonic() + wait >= exchange.deadline
-                ):
+                over = attempt > self.config.reward_retries or time.monotonic() + wait >= exchange.deadline
+                if over or not failure.retry:
                     told = f"{failure} (asked {attempt} times)" if attempt > 1 else str(failure)
                     if not failure.answered:
                         exchange.phase.unheard(told, self.config.reward_timeout)

@@ -29,7 +29,7 @@ from .wire import decode_request, encode_reply
 
 with needed("fastapi"):
     import uvicorn
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
     from starlette.requests import ClientDisconnect
 
@@ -159,12 +159,6 @@ def _settle(waiting: _Waiting, outcome: Scores | Exception) -> None:
         waiting.answer.set_result(outcome)
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 def create_app(
     scorer: Callable[..., Any] | Source,
     settings: ServerSettings | None = None,
@@ -207,11 +201,11 @@ def create_app(
     async def reward(request: Request) -> JSONResponse:
         try:
             if len(batchers[0].open) >= settings.max_waiting:
-                raise _Refused(503, "too many requests are waiting")
+                raise HTTPException(503, "too many requests are waiting")
             batch = await _read_batch(request, settings)
             scores = await batchers[0].score(batch, request.is_disconnected)
-        except _Refused as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status)
+        except HTTPException as refusal:
+            return JSONResponse({"error": refusal.detail}, refusal.status_code)
         except ClientDisconnect:
             return JSONResponse({"error": "the client went away"}, 499)
         except Exception as error:
@@ -226,11 +220,11 @@ def create_app(
 async def _read_batch(request: Request, settings: ServerSettings) -> RewardBatch:
     given = request.headers.get("authorization", "").encode()
     if settings.token is not None and not hmac.compare_digest(given, f"Bearer {settings.token}".encode()):
-        raise _Refused(401, "a bearer token is required")
+        raise HTTPException(401, "a bearer token is required")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise _Refused(415, "send application/json")
+        raise HTTPException(415, "send application/json")
     data, declared = bytearray(), request.headers.get("content-length", "")
-    too_large = _Refused(413, f"the body is larger than {settings.max_body_bytes} bytes")
+    too_large = HTTPException(413, f"the body is larger than {settings.max_body_bytes} bytes")
     if declared.isdigit() and int(declared) > settings.max_body_bytes:
         raise too_large
     async for part in request.stream():
@@ -244,9 +238,9 @@ def _parse(data: bytes, settings: ServerSettings) -> RewardBatch:
     try:
         return decode_request(json.loads(data), settings.max_samples, settings.max_images, settings.max_pixels)
     except DataError as error:
-        raise _Refused(422, str(error)) from None
+        raise HTTPException(422, str(error)) from None
     except (ValueError, RecursionError):
-        raise _Refused(400, "the body is not JSON") from None
+        raise HTTPException(400, "the body is not JSON") from None
 
 
 def bind(host: str, port: int, settings: ServerSettings) -> socket.socket:

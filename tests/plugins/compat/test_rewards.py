@@ -4,6 +4,7 @@ import logging
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
-from lightrft_visual.rewards.local.callables import CallableSource, say_form
-from lightrft_visual.rewards.local.forms import AUTO, recognise
+from lightrft_visual.rewards.local.callables import CallableSource, say_once
+from lightrft_visual.rewards.local.forms import AUTO, choose_form
 from lightrft_visual.rewards.settings import engine_arguments
 
 FOLDER = Path(__file__).parent / "forms"
@@ -83,7 +84,7 @@ def same(values, wanted):
 @pytest.mark.parametrize("name", TEXT)
 def test_a_function_of_another_system_runs_as_it_is(name, caplog):
     caplog.set_level(logging.INFO)
-    say_form.cache_clear()
+    say_once.cache_clear()
     form, rewards, metrics = TEXT[name]
     result = [run(name) for _ in range(2)][1]  # as a run asks once before it starts
     assert same(result.score, rewards)
@@ -199,11 +200,12 @@ def test_flow_grpo_is_given_the_first_image_that_each_was_made_from():
 
 
 def test_a_function_with_more_names_of_ours_is_not_taken_for_flow_grpos():
-    recognised = [
-        recognise(names.split(), False, lambda: None)
+    forms = [
+        choose_form(AUTO, lambda: None, SimpleNamespace(names=names.split(), takes_all=False))
         for names in ("images prompts metadata ids", "images prompts metadata", "images prompts metadatas only_strict")
     ]
-    assert recognised == ["native", "flow_grpo", "flow_grpo"]
+    flow_grpo = registry.reward_forms.load("flow_grpo").told
+    assert [form.told for form in forms] == ["", flow_grpo, flow_grpo]
 
 
 def test_a_factory_cannot_run_in_a_process_of_its_own():
