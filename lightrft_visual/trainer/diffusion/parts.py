@@ -55,10 +55,9 @@ class DrawingSource:
         """How many the steps before this one took, of a file's order without end."""
         return self._since[1] + (step - self._since[0]) * self.config.sampling.rollout_batch_size
 
-    def go_on(self, step: int, pairs: int | None) -> None:
-        """From this step on, behind so many pairs: the run that is resumed may have taken others at once. None: it did
-        not."""
-        self._since = (0, 0) if pairs is None else (step, pairs)
+    def go_on(self, step: int, pairs: int) -> None:
+        """From this step on, behind so many pairs: the run that is resumed may have taken others at once."""
+        self._since = step, pairs
 
     def _requests(self, step: int) -> DrawingBatch:
         if self.config.offline:

@@ -132,10 +132,9 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
-        self.supply.dataset.check_resumed(state.get("data"))
-        same_limit = state.get("prompt_max_len") == self.supply.dataset.checks.prompt_max_len
-        self.supply.go_on(state.get("bad_rows", []), same_limit)  # earlier versions kept none, and counted rounds
-        self.taken = int(state.get("taken", state.get("rounds", 0) * self.supply.sampler.batch_size))
+        self.supply.dataset.check_resumed(state["data"])
+        self.supply.go_on(state["bad_rows"], state["prompt_max_len"] == self.supply.dataset.checks.prompt_max_len)
+        self.taken = state["taken"]
 
     def _next_ids(self) -> T:
         """The numbers of this rank's prompts in the next batch."""
