@@ -183,7 +183,7 @@ class VLTrainer(PolicyTrainer):
                 self._weights_leave()
         self.maker.policy_is_new(self.step)
         if self.prompts.runs_ahead and not lent:
-            self.prompts.policy_is_new(self.step)
+            engine.note_policy(self.step)  # tokens of work that is under way are of it from here on
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
