@@ -181,7 +181,7 @@ def test_clip_fraction_is_the_share_of_samples_that_the_clip_decides(guard):
     loss = FlowGRPO(clip_range=1e-9, guard=guard)
     step = loss.replay(lambda *inputs: v, rows)
     raw = log_ratio(step.log_prob, rows.log_probs)
-    ratios = loss.guarded(raw, step, rows) if guard else raw
+    ratios = guarded_log_ratio(raw, step.mean, rows.rollout_means, step.std, loss.log_prob) if guard else raw
     decided = (ratios.expm1() * rows.advantages > 1e-9)[:5]
     assert (ratios.expm1().abs() > 1e-9).all() and 0 < int(decided.sum()) < 5
     found = loss.loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 5.0)
