@@ -76,8 +76,11 @@ class DrawingSource:
         ).local_indices  # fmt: skip
 
 
-def records_of_drawn(drawn: Drawn) -> list[Record]:
-    """One record for each image or video of this rank, with its reward and components."""
+def records_of_drawn(drawn: Any) -> list[Record]:
+    """One record for each image or video of this rank, with its reward and components; pairs of a file are nobody's
+    drawings."""
+    if not isinstance(drawn, Drawn):
+        return []
     batch, scored = drawn.requests, drawn.scored
     return records_from_media(
         batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid,
@@ -90,6 +93,7 @@ class DiffusionParts(RunParts):
     """Everything a diffusion run is made of; `build` puts it together from a configuration."""
 
     kind: ClassVar[str] = "diffusion"
+    records_of = staticmethod(records_of_drawn)  # of a step's rollouts
 
     config: DiffusionRunConfig
     policy: DiffusionPolicy
@@ -111,10 +115,6 @@ class DiffusionParts(RunParts):
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
         return list(self.policy.trainable_parameters())
-
-    def records_of(self, drawn: Any) -> list[Record]:
-        """Of what a step drew; pairs of a file are nobody's drawings."""
-        return records_of_drawn(drawn) if isinstance(drawn, Drawn) else []
 
     # -- for `features.guard` ------------------------------------------------------------------------------------
 
