@@ -171,9 +171,8 @@ class RewardFLTrainer(DiffusionTrainer):
         self.most_invalid = parts.config.reward.reward_max_invalid  # elsewhere the reward engine holds it
         train, sampling = parts.config.train, parts.maker.engine.sampling
         self.reward_update = RewardUpdate(
-            parts.engine, sampling, parts.loss, parts.trained_on, train.seed, train.micro_train_batch_size,
-            parts.trained_on.name,
-        )  # fmt: skip
+            parts.engine, sampling, parts.loss, parts.trained_on, train.micro_train_batch_size, parts.trained_on.name
+        )
 
     def train_step(self) -> StepData:
         """An optimizer step for each train batch of rows, `max_epochs` times; then hooks see what the first drew."""
