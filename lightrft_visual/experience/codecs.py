@@ -3,7 +3,7 @@
 `split(make(column)) == column` for every kind. `make_fields` and `split_fields` do it for all fields of a class.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -53,15 +53,11 @@ class Splitting:
     size: int
     packed: bool  # one row without padding
 
-    def token_spans(self, width: int) -> list[Span]:
-        """First and last + 1 column of each sample's tokens in a padded batch of that width."""
-        return self.layout.spans or [(0, width)] * self.size
-
-    def action_spans(self, width: int) -> list[Span]:
-        """First and last + 1 column of each sample's actions in a padded batch of that width."""
+    def spans(self, width: int, of_actions: bool) -> list[Span]:
+        """First and last + 1 column of each sample's tokens, or actions alone, in a padded batch of that width."""
         if self.layout.spans is None:
             return [(0, width)] * self.size
-        offset = self.layout.prompt_width
+        offset = self.layout.prompt_width if of_actions else 0
         return [(max(start - offset, 0), max(stop - offset, 0)) for start, stop in self.layout.spans]
 
 
@@ -121,7 +117,13 @@ class Line(Codec):
 
     def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
         if not context.packed:
-            return _cut_padded(value, context.action_spans if self.of_actions else context.token_spans, name)
+            if value.dim() < 2:
+                raise DataError(f"{name} has shape {tuple(value.shape)}; a padded batch holds one row a sample")
+            spans = context.spans(value.shape[1], self.of_actions)
+            if len(value) != len(spans) or max((stop for _, stop in spans), default=0) > value.shape[1]:
+                told = f"does not hold {len(spans)} samples in columns {spans[:4]}"
+                raise DataError(f"{name} of shape {tuple(value.shape)} {told}")
+            return [own[start:stop].clone() for own, (start, stop) in zip(value, spans)]
         if spec.segments:
             value = (value != 0).to(context.layout.mask_dtype)
         sizes = context.batch.num_actions if self.of_actions else context.batch.packed_seq_lens
@@ -156,7 +158,7 @@ class Numbers(Line):
         if context.packed:
             one_each = value.numel() == context.size != sum(context.batch.num_actions)
         else:
-            alike = bool(single) or max((stop for _, stop in context.action_spans(1)), default=1) != 1
+            alike = bool(single) or max((stop for _, stop in context.spans(1, of_actions=True)), default=1) != 1
             one_each = value.shape == (context.size, 1) and alike
         if one_each:
             return _cut(value.reshape(-1), [1] * context.size, name)
@@ -415,15 +417,3 @@ def _cut(flat: T, sizes: list[int], name: str) -> list[T]:
     if len(flat) != sum(sizes):
         raise DataError(f"{name} has {len(flat)} rows, its samples own {sum(sizes)}")
     return [part.clone() for part in flat.split(sizes)]
-
-
-def _cut_padded(value: T, spans_of: Callable[[int], list[Span]], name: str) -> list[T]:
-    """The samples of a padded batch, by the columns that each owns in one of that width."""
-    if value.dim() < 2:
-        raise DataError(f"{name} has shape {tuple(value.shape)}; a padded batch holds one row a sample")
-    spans = spans_of(value.shape[1])
-    if len(value) != len(spans) or max((stop for _, stop in spans), default=0) > value.shape[1]:
-        raise DataError(
-            f"{name} of shape {tuple(value.shape)} does not hold {len(spans)} samples in columns {spans[:4]}"
-        )
-    return [own[start:stop].clone() for own, (start, stop) in zip(value, spans)]

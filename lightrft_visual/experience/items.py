@@ -138,10 +138,7 @@ def strip_padding(experience: AnyExperience) -> list[AnyItem]:
     `make_experience_batch`, packed ones and diffusion trajectories are only split: their items come as they are.
     """
     check_batch(experience)
-    padded_by_hand = (
-        not isinstance(experience, ExperienceDiffusion) and not experience.is_packed and experience.layout is None
-    )
-    if not padded_by_hand:
+    if isinstance(experience, ExperienceDiffusion) or experience.is_packed or experience.layout is not None:
         return split_experience_batch(experience)
     names = [name for name, spec in replay_fields(type(experience)).items() if spec.kind is Kind.ACTIONS]
     widths = {value.shape[1] for value in (getattr(experience, name) for name in names) if value is not None}

@@ -384,11 +384,8 @@ class ModelInputs:
 
         That is the position before the action. Rows of masked columns are clamped into range; the mask drops them.
         """
-        lengths = torch.tensor(self.sample_lengths)
-        width = self.action_mask.shape[1]
-        actions = torch.full_like(lengths, width)
-        if self.num_actions is not None:
-            actions = torch.tensor(self.num_actions)
+        lengths, width = torch.tensor(self.sample_lengths), self.action_mask.shape[1]
+        actions = width if self.num_actions is None else torch.tensor(self.num_actions)
         first = lengths.cumsum(0) - actions - 1
         indices = first.unsqueeze(1) + torch.arange(width)
         return indices.clamp(0, self.sequences.numel() - 1)

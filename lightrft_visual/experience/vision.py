@@ -21,18 +21,14 @@ T = torch.Tensor
 
 Named = dict[str, T]
 
-# Names of the replay contract, and those of transformers which they stand for.
-CONTRACT_NAMES = {
-    "pixel_values": "pixel_values",
-    "image_grid_thws": "image_grid_thw",
-    "pixel_values_videos": "pixel_values_videos",
-    "video_grid_thws": "video_grid_thw",
-    "video_seconds_per_grid": "second_per_grid_ts",
+# Names of transformers, and those of the replay contract where they are others.
+_SHOWN = {
+    "image_grid_thw": "image_grid_thws",
+    "video_grid_thw": "video_grid_thws",
+    "second_per_grid_ts": "video_seconds_per_grid",
 }
-_SHOWN = {name: contract for contract, name in CONTRACT_NAMES.items()}
 _host_pixels = WeakTensorKeyDictionary()
 PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}  # rows: t*h*w of each grid
-GRIDS = ("image_grid_thw", "video_grid_thw")
 # Beside pixels that are padded up to the largest of a batch these say what of them is real.
 SIZES = ("image_sizes", "pixel_attention_mask", "image_position_ids")
 _FILL = {"image_position_ids": -1}
@@ -289,7 +285,7 @@ def _check_lengths(sample: Named, name: str, index: int) -> None:
     for each in (name, PATCHES.get(name, "")):
         if not isinstance(sample.get(each), torch.Tensor | None):
             raise DataError(f"sample {index}: {shown(each)} is a {type(sample[each]).__name__}, not a tensor")
-    if name in GRIDS and (value.dim() != 2 or value.shape[1] != 3):
+    if name in PATCHES.values() and (value.dim() != 2 or value.shape[1] != 3):
         raise DataError(f"sample {index}: {shown(name)} must be (n, 3), not {tuple(value.shape)}")
     if grids is not None and grids.dim() == 2 and len(value) != int(grids.prod(-1).sum()):
         told = f"has {len(value)} patches, its {shown(PATCHES[name])} are {grids.tolist()}"

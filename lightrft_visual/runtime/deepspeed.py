@@ -197,7 +197,10 @@ class DeepspeedStrategy:
 
         def optimizer(_: None) -> torch.optim.Optimizer:
             kept.restore()  # DeepSpeed has cast the weights, and takes the optimizer's as they are
-            return self._optimizer(settings.groups(module, self.dtype), settings)
+            arguments = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
+            # On the host it is as fast as DeepSpeed's CPUAdam, which would first be compiled for a minute.
+            fused = self.config.adam_offload or has_fused_adamw(self.device.type)
+            return torch.optim.AdamW(settings.groups(module, self.dtype), fused=fused, **arguments)
 
         def scheduler(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             if self.config.zero_stage == 0:
@@ -240,12 +243,6 @@ class DeepspeedStrategy:
         config = self._divided_config(**gather_by_blocks(module))
         engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         return engine
-
-    def _optimizer(self, parameters: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-        arguments = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
-        # On the host it is as fast as DeepSpeed's CPUAdam, which would first be compiled for a minute.
-        fused = self.config.adam_offload or has_fused_adamw(self.device.type)
-        return torch.optim.AdamW(parameters, fused=fused, **arguments)
 
     def _train_config(self, module: nn.Module, settings: OptimizerSettings) -> dict[str, Any]:
         c = self.config

@@ -306,8 +306,9 @@ class FolderLock:
                 os.close(file)  # its owner has just released, and removed, it
             lock = cls(path, file)
             with lock.released_on_error():
+                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 os.truncate(file, 0)
-                os.write(file, json.dumps(_myself()).encode())
+                os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode())
         except OSError as error:
             raise ConfigError(f"{setting} {folder} cannot be written: {error}") from error
         return lock
@@ -370,11 +371,6 @@ def _is_at(path: Path, file: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:
         return False
-
-
-def _myself() -> dict[str, str | int]:
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
 
 
 def _in_words(holder: str) -> str:

@@ -39,10 +39,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a state dict, its classes pickled by names that `load` knows."""
-        write_file(Path(path), state_dict, partial(self._write, path))
-
-    def _write(self, path: str, state_dict: Any) -> None:
-        torch.save(state_dict, path, pickle_module=_PICKLE)
+        write_file(Path(path), state_dict, partial(torch.save, f=path, pickle_module=_PICKLE))
 
     def map(self, path: Any) -> Any:
         """As `load`; tensors are read from the file where they are used."""

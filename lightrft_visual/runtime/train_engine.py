@@ -91,8 +91,7 @@ class TrainEngine:
     @property
     def module(self) -> nn.Module:
         """The module under DeepSpeed, its weights on the device."""
-        if self._weights.away:
-            self._weights.come_back()
+        self.bring_back()
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +124,7 @@ class TrainEngine:
 
         Returns: what all ranks told (ranks, n), float64, on the device; None where nothing is told.
         """
-        if self._weights.away or self._states.away:
-            self._reload()
+        self._reload()
         bad = (~torch.isfinite(loss.detach())).float().reshape(())
         self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
         if last:
@@ -196,8 +194,7 @@ class TrainEngine:
 
     def bring_back(self) -> None:
         """The weights to the device, for those who hold the parameters themselves; every use of this engine does it."""
-        if self._weights.away:
-            self._weights.come_back()
+        self._weights.come_back()
 
     def _reload(self) -> None:
         self.bring_back()

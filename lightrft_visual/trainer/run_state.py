@@ -298,15 +298,13 @@ class RunState:
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         step, settings = int(state["step"]), self.trainer.settings
-        was, now = state.get("step_size"), settings.step_size  # earlier versions kept none
-        if was not in (None, now) and self.trainer.config.train.max_steps < 1:
+        was, now = state["step_size"], settings.step_size
+        if was != now and self.trainer.config.train.max_steps < 1:
             told = f"num_episodes counted steps by {was} of the data, now they take {now}: say how many the run has"
             raise ConfigError(f"{told}, --max_steps {step + settings.total_steps - step * was // now}")
         self.trainer.step = step
-        skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone
-        self.trainer.nonfinite_streaks.update(skipped if isinstance(skipped, Mapping) else {"": int(skipped)})
-        self.trainer.latest_eval = dict(state["latest_eval"])
-        self.trainer.first_eval = dict(state.get("first_eval", {}))  # which checkpoints of earlier versions lack
+        self.trainer.nonfinite_streaks.update(state["nonfinite_in_a_row"])
+        self.trainer.latest_eval, self.trainer.first_eval = dict(state["latest_eval"]), dict(state["first_eval"])
         self.trainer.evaluated_step = int(state["evaluated_step"])
         self.trainer.load_state_dict(state["trainer"])
         self.trainer.hooks.load_state_dict(state["hooks"])

@@ -179,12 +179,12 @@ def test_skipped_steps_are_as_many_as_the_updates_that_were_skipped(walk):
     assert metrics.reduce()["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize(("saved", "wanted"), [({"": 1, "critic_": 2}, 2), (1, 0)])
-def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_policys_alone(walk, saved, wanted):
-    trainer = walk()
-    state = dict.fromkeys(("latest_eval", "trainer"), {}) | {"hooks": trainer.hooks.state_dict(), "random": {}}
-    trainer.state._take_over({"step": 1, "evaluated_step": -1, "nonfinite_in_a_row": saved, **state})
-    assert {"critic_": 0} | trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
+def test_skipped_steps_in_a_row_resume_of_policy_and_critic(walk):
+    trainer, saved = walk(), {"": 1, "critic_": 2}
+    state = dict.fromkeys(("latest_eval", "first_eval", "trainer", "random"), {}) | {"step_size": 0}
+    state |= {"step": 1, "evaluated_step": -1, "nonfinite_in_a_row": saved, "hooks": trainer.hooks.state_dict()}
+    trainer.state._take_over(state)
+    assert trainer.nonfinite_streaks == saved
 
 
 def test_a_run_by_episodes_that_goes_on_with_another_size_is_told_how_many_steps_it_has(walk):

@@ -4,6 +4,7 @@ A loss is a `context.DiffusionLoss`; where the algorithm trains on the reward's 
 """
 
 from dataclasses import replace
+from functools import partial
 
 from ...config.diffusion import DiffusionRunConfig
 from ...rollout.diffusion_sampler import FLOW_RULES
@@ -28,45 +29,11 @@ def training_guidance(config: DiffusionRunConfig) -> float:
     return config.sampling.guidance_scale if config.algorithm.cfg_in_training and not config.offline else 1.0
 
 
-def flow_grpo(config: DiffusionRunConfig) -> FlowGRPO:
-    """Flow-GRPO's loss, by the SDE, by data noised anew, or by coefficients-preserving sampling."""
-    return _clipped(config, FlowGRPO, FLOW_RULES[config.trajectory])
-
-
-def dance_grpo(config: DiffusionRunConfig) -> FlowGRPO:
-    """DanceGRPO's loss: Flow-GRPO's on steps of constant eta."""
-    return _clipped(config, FlowGRPO, "dance")
-
-
-def ddpo(config: DiffusionRunConfig) -> DDPO:
-    """DDPO's loss, on DDIM steps."""
-    return _clipped(config, DDPO, "ddim")
-
-
-def dpok(config: DiffusionRunConfig) -> DPOK:
-    """DPOK's loss, on DDIM steps."""
-    return _clipped(config, DPOK, "ddim")
-
-
-def flow_dppo(config: DiffusionRunConfig) -> FlowDPPO:
-    """Flow-DPPO's loss: a mask by the divergence in the place of the clip."""
-    return replace(_clipped(config, FlowDPPO, "flow_grpo"), threshold=config.algorithm.dppo_threshold)
-
-
-def temp_flow_grpo(config: DiffusionRunConfig) -> TempFlowGRPO:
-    """TempFlow-GRPO's loss: steps weighted by their noise."""
-    return _clipped(config, TempFlowGRPO, "flow_grpo")
-
-
-def diffusion_opd(config: DiffusionRunConfig) -> OnPolicyDistillation:
-    """DiffusionOPD's loss: the KL of each step to the teacher's."""
-    return _clipped(config, OnPolicyDistillation, "flow_grpo")
-
-
-def _clipped(config: DiffusionRunConfig, kind: type[FlowGRPO], rule: str) -> FlowGRPO:
+def _clipped(kind: type[FlowGRPO], config: DiffusionRunConfig) -> FlowGRPO:
+    """A loss of stochastic steps, by the rule that rollouts draw them with."""
     sampling, algorithm = config.sampling, config.algorithm
     return kind(
-        rule=rule,
+        rule="ddim" if algorithm.entry.prediction == "epsilon" else FLOW_RULES[config.trajectory],
         noise_level=sampling.noise_level,
         log_prob=sampling.log_prob,
         guidance_scale=training_guidance(config),
@@ -75,6 +42,18 @@ def _clipped(config: DiffusionRunConfig, kind: type[FlowGRPO], rule: str) -> Flo
         kl_form=algorithm.kl_form if config.trajectory in ("sde", "dance") else "full",  # else s² holds no |dt|
         guard=algorithm.grpo_guard,
     )
+
+
+flow_grpo = dance_grpo = partial(_clipped, FlowGRPO)
+temp_flow_grpo = partial(_clipped, TempFlowGRPO)
+ddpo = partial(_clipped, DDPO)
+dpok = partial(_clipped, DPOK)
+diffusion_opd = partial(_clipped, OnPolicyDistillation)
+
+
+def flow_dppo(config: DiffusionRunConfig) -> FlowGRPO:
+    """Flow-DPPO's loss: a mask by the divergence in the place of the clip."""
+    return replace(_clipped(FlowDPPO, config), threshold=config.algorithm.dppo_threshold)
 
 
 def diffusion_nft(config: DiffusionRunConfig) -> DiffusionNFT:

@@ -18,25 +18,12 @@ T = torch.Tensor
 _TINY = 1e-10
 
 
-def matching_log_prob(error: T, sigma: T, weighting: str = "huber", power: float = 0.25) -> T:
-    """(M) what stands for the log-likelihood: -w(sigma) error.
-
-    Args:
-        error: (M) matching errors.
-        sigma: (M) noise levels in 0..1.
-        weighting: uniform, time, time_squared: w = 1, sigma, sigma². huber, the authors' choice:
-            -sigma (error^power - tiny^power) / power, whose gradient falls as the error grows.
-        power: of huber.
-    """
-    if weighting == "huber":
-        return -sigma * ((error + _TINY).pow(power) - _TINY**power) / power
-    return -error * {"uniform": torch.ones_like(sigma), "time": sigma, "time_squared": sigma.square()}[weighting]
-
-
 @dataclass(frozen=True)
 class AWM(DiffusionLoss):
     """Loss of AWM on rows of finished samples; `context.old` holds the rollout weights.
 
+    weighting: what errors are multiplied by at a noise level: uniform, time, time_squared: 1, sigma, sigma². huber, the
+    authors' choice: sigma (error^power - tiny^power) / power in place of the error, whose gradient falls as it grows.
     adv_max: advantages are clamped to ±this and divided by it. beta, old_beta: weights of the squared distance of the
     velocity to the reference's and to the rollout policy's.
     """
@@ -55,7 +42,8 @@ class AWM(DiffusionLoss):
         v_old = context.by_rollouts(inputs)
         v_reference = context.by_reference(inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)
-        log_ratio = self._log_prob(v, target, batch) - self._log_prob(v_old, target, batch)
+        log_ratio = self.log_prob(squared_error(v, target), batch.sigma)
+        log_ratio = log_ratio - self.log_prob(squared_error(v_old, target), batch.sigma)
         advantages = batch.advantages.clamp(-self.adv_max, self.adv_max) / self.adv_max
         found = clipped_surrogate(log_ratio.exp(), advantages, self.clip_range, self.clip_range)
         moved = squared_error(v, v_old)
@@ -69,5 +57,9 @@ class AWM(DiffusionLoss):
         kl = None if v_reference is None else squared_error(v, v_reference)
         return summed(losses, batch.valid, denominator, means, kl, self.beta)
 
-    def _log_prob(self, v: T, target: T, batch: DenoisingBatch) -> T:
-        return matching_log_prob(squared_error(v, target), batch.sigma, self.weighting, self.power)
+    def log_prob(self, error: T, sigma: T) -> T:
+        """(M) what stands for the log-likelihood, of matching errors (M) at noise levels (M) in 0..1."""
+        if self.weighting == "huber":
+            return -sigma * ((error + _TINY).pow(self.power) - _TINY**self.power) / self.power
+        weights = {"uniform": torch.ones_like(sigma), "time": sigma, "time_squared": sigma.square()}
+        return -error * weights[self.weighting]

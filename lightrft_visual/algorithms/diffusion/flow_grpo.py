@@ -97,7 +97,7 @@ class FlowGRPO(DiffusionLoss):
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
         losses, means = self.surrogate(context, raw, step, batch)
-        maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
+        maxima = {"logp_diff_max": (drift.detach().abs() * batch.valid).max() if len(drift) else drift.new_zeros(())}
         losses, kl = losses * self.step_weights(batch), self.kl(context, batch, step)
         return summed(losses, batch.valid, denominator, means, kl, self.beta, maxima)
 
@@ -108,9 +108,13 @@ class FlowGRPO(DiffusionLoss):
             context: of the update.
             raw: (M) log ratios.
             step: what the policy says of the steps now.
-            batch: M samples, each at one step.
+            batch: M samples, each at one step; ConfigError when GRPO-Guard lacks the means of the rollout's steps.
         """
-        ratios = self.guarded(raw, step, batch) if self.guard else raw
+        ratios = raw
+        if self.guard:
+            if batch.rollout_means is None:
+                raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
+            ratios = guarded_log_ratio(raw, step.mean, batch.rollout_means, step.std, self.log_prob)
         ratios = ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # log ratios of sums over pixels may overflow
         found = clipped_surrogate(ratios.exp(), batch.advantages, self.clip_range, self.clip_range)
         losses = found.values / (batch.sigma - batch.sigma_next) if self.guard else found.values
@@ -119,18 +123,6 @@ class FlowGRPO(DiffusionLoss):
     def step_weights(self, batch: DenoisingBatch) -> float | T:
         """What the loss of each row (M), but for the KL, is multiplied by: 1, every step counts alike."""
         return 1.0
-
-    def guarded(self, raw: T, step: Step, batch: DenoisingBatch) -> T:
-        """(M) log ratios as GRPO-Guard normalises them.
-
-        Args:
-            raw: (M) log ratios.
-            step: what the policy says of the steps now.
-            batch: M samples, each at one step; ConfigError when their rollout kept no step means.
-        """
-        if batch.rollout_means is None:
-            raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
-        return guarded_log_ratio(raw, step.mean, batch.rollout_means, step.std, self.log_prob)
 
     def kl(self, context: LossContext, batch: DenoisingBatch, step: Step) -> T | None:
         """(M) KL of each step to the reference policy; None where it has no weight.
@@ -163,8 +155,3 @@ def ratio_means(raw: T, ratios: T, valid: T, clipped: T) -> dict[str, T]:
         "clip_fraction": weighted_mean(clipped.float(), valid),
         "approx_kl": weighted_mean(0.5 * raw.square(), valid),
     }
-
-
-def largest_drift(log_ratios: T, valid: T) -> T:
-    """Largest |Δlogp| of (M) log ratios over valid samples, a scalar on their device; 0 of none."""
-    return (log_ratios.abs() * valid).max() if len(log_ratios) else log_ratios.new_zeros(())

@@ -17,26 +17,16 @@ from .flow_grpo import FlowGRPO
 T = torch.Tensor
 
 
-def noise_weights(schedule: T, steps: T, noise_level: float) -> T:
-    """(M) standard deviation of each row's step over the mean of all steps' but the last, which is deterministic.
-
-    Args:
-        schedule: (M, K+1) sigmas.
-        steps: (M) long, the step of each row.
-        noise_level: of the rule that draws steps.
-    """
-    sigma, following = schedule[:, :-2], schedule[:, 1:-1]
-    std = flow_grpo_diffusion(sigma, following, noise_level) * (sigma - following).sqrt()
-    drawn = following > 0  # where the schedule itself ends at 0, the last step of a length is another one
-    mean = (std * drawn).sum(dim=1, keepdim=True) / drawn.sum(dim=1, keepdim=True)
-    return (std / mean).gather(1, to_device(steps[:, None], std.device))[:, 0]
-
-
 @dataclass(frozen=True)
 class TempFlowGRPO(FlowGRPO):
     """Flow-GRPO's loss, each step weighted by its noise; the branching is in the rollout: a window of one step and
     `same_latent`."""
 
     def step_weights(self, batch: DenoisingBatch) -> T:
-        """See `noise_weights`."""
-        return noise_weights(batch.schedule, batch.steps, self.noise_level)
+        """(M) standard deviation of each row's step over the mean of all steps' but the last, which is
+        deterministic."""
+        sigma, following = batch.schedule[:, :-2], batch.schedule[:, 1:-1]
+        std = flow_grpo_diffusion(sigma, following, self.noise_level) * (sigma - following).sqrt()
+        drawn = following > 0  # where the schedule itself ends at 0, the last step of a length is another one
+        mean = (std * drawn).sum(dim=1, keepdim=True) / drawn.sum(dim=1, keepdim=True)
+        return (std / mean).gather(1, to_device(batch.steps[:, None], std.device))[:, 0]

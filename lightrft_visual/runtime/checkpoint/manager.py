@@ -374,11 +374,9 @@ class CheckpointManager:
     def _rotate(self) -> None:
         complete = self._complete()
         kept = {*[*complete][:1], *self._best(complete)}
-        for path in complete:
-            if path not in kept and len(kept) < self.max_num:
-                kept.add(path)
-            elif path not in kept:
-                remove_checkpoint(path)
+        others = [path for path in complete if path not in kept]
+        for path in others[max(0, self.max_num - len(kept)) :]:
+            remove_checkpoint(path)
 
 
 def check_seen(folder: Path) -> None:

@@ -97,20 +97,15 @@ def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "number":
         return np.frombuffer(base64.b64decode(node["data"]), dtype=np.dtype(node["dtype"]))[0]
     if kind == "dtype":
-        return _dtype(node["name"])
+        found = getattr(torch, node["name"], None)
+        if not isinstance(found, torch.dtype):  # nothing else of torch
+            raise CheckpointError(f"state with the unknown dtype {node['name']!r}: written by a newer version?")
+        return found
     if kind == "bytes":
         return base64.b64decode(node["data"])
     if kind == "image":
         return Image.frombytes(node["mode"], tuple(node["size"]), tensors[node["key"]].numpy().tobytes())
     raise CheckpointError(f"state of unknown type {kind!r}: written by a newer version?")
-
-
-def _dtype(name: str) -> torch.dtype:
-    """torch's dtype of that name, and nothing else of torch."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"state with the unknown dtype {name!r}: written by a newer version?")
-    return found
 
 
 def save_state(path: str | Path, state: Any) -> None:

@@ -23,7 +23,7 @@ from ...config.shared import RECOMPUTES, RewardConfig
 from ...data.drawing_prompts import DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
-from ...models.diffusion.families.base import ONE_NETWORK, DiffusionFamily, join_lora
+from ...models.diffusion.families.base import ONE_NETWORK, join_lora
 from ...models.diffusion.forward_graphs import check_graphs
 from ...models.diffusion.opening import adapter_of, named_family, pipeline_class
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
@@ -288,14 +288,15 @@ def _placed(config: DiffusionRunConfig) -> DiffusionRunConfig:
 
 
 def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | None]:
-    """Prompts of training and of evaluation, if there are any. Raises DataError."""
-    data = config.data
-    images = _most_images(config)
+    """Prompts of training and of evaluation, if there are any. Raises DataError, and ConfigError for settings that no
+    model of the run's family follows."""
+    model, data = config.model, config.data
+    adapter = named_family(pipeline_class(registry.pipeline_folder(model.pretrain, model.family)), model.family)
+    adapter.check(config)
+    images = adapter.most_source_images or int(adapter.takes_first_frame)  # that the model takes of a row
     labels = scored_labels(config.reward) if data.on_bad_row == "skip" else None
     if config.offline:
         prompts = PreferencePairs(data.prompt_data, data.prompt_split, data.max_samples, data)
-        # After the data: the embedded pipeline is built by its first use, in minutes.
-        adapter = _family(config)
         if adapter.draws_videos():
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
@@ -303,19 +304,6 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
     if data.eval_data is None or data.max_eval_samples == 0:
         return prompts, None
     return prompts, DrawPrompts(data.eval_data, data.eval_split, data.max_eval_samples, data, images, labels)
-
-
-def _most_images(config: DiffusionRunConfig) -> int:
-    """Images that the model takes of a row. Raises ConfigError for settings that no model of its family follows."""
-    adapter = _family(config)
-    adapter.check(config)
-    return adapter.most_source_images or int(adapter.takes_first_frame)
-
-
-def _family(config: DiffusionRunConfig) -> type[DiffusionFamily]:
-    """That of the run's model, before it is loaded."""
-    model = config.model
-    return named_family(pipeline_class(registry.pipeline_folder(model.pretrain, model.family)), model.family)
 
 
 def _total_steps(config: DiffusionRunConfig, prompts: int) -> int:

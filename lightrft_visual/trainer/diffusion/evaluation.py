@@ -75,7 +75,7 @@ class DiffusionEvaluation:
 
     records_to_keep: of so many first prompts records are made; trajectories: of them are stored as rollouts. gold: a
     judgement that training never sees, where there is one. base: thumbnails (N, 3, S, S) of what the weights before
-    training drew, and `identity` then; None of a checkpoint that has none.
+    training drew, and `identity` then; None before.
     """
 
     sampling: DiffusionSampling
@@ -165,6 +165,6 @@ class DiffusionEvaluation:
             found["eval_image_diversity"] = varied
         if as_base:
             self.base, self.base_identity = thumbs, self.identity
-        elif self.base is not None and self.base_identity in (None, self.identity) and self.base.shape == thumbs.shape:
+        elif self.base is not None and self.base_identity == self.identity and self.base.shape == thumbs.shape:
             found["eval_drift"] = drift(thumbs, self.base)
         return found

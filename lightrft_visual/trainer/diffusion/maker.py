@@ -115,10 +115,6 @@ class Drawn:
         """Samples (B) bool that teach nothing, beside those that were left out before."""
         self.too_old = which if self.too_old is None else self.too_old | which
 
-    def release_latents(self) -> None:
-        """Keep the media alone: a step's hooks and records see what was drawn for as long as it trains."""
-        self.samples = [replace(each, result=None, conditions={}) for each in self.samples]
-
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
     """What was drawn and scored for several batches of rows, one after the other, without its latents."""
@@ -173,7 +169,8 @@ class DiffusionExperienceMaker:
             start = part.stop
         drawn.counts |= self._advantages(experiences, drawn.scored)
         kept = [each.result.kept for each in drawn.samples if each.result.kept is not None]
-        drawn.release_latents()
+        # The media alone stay: hooks and records see what was drawn for as long as the step trains.
+        drawn.samples = [replace(each, result=None, conditions={}) for each in drawn.samples]
         return StepData([*map(Graphed, experiences, kept)] if kept else experiences, drawn)
 
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[ExperienceDiffusion]:

@@ -55,10 +55,9 @@ class DrawingSource:
         """How many the steps before this one took, of a file's order without end."""
         return self._since[1] + (step - self._since[0]) * self.config.sampling.rollout_batch_size
 
-    def go_on(self, step: int, pairs: int | None) -> None:
-        """From this step on, behind so many pairs: the run that is resumed may have taken others at once. None: it did
-        not."""
-        self._since = (0, 0) if pairs is None else (step, pairs)
+    def go_on(self, step: int, pairs: int) -> None:
+        """From this step on, behind so many pairs: the run that is resumed may have taken others at once."""
+        self._since = step, pairs
 
     def _requests(self, step: int) -> DrawingBatch:
         if self.config.offline:
@@ -77,8 +76,11 @@ class DrawingSource:
         ).local_indices  # fmt: skip
 
 
-def records_of_drawn(drawn: Drawn) -> list[Record]:
-    """One record for each image or video of this rank, with its reward and components."""
+def records_of_drawn(drawn: Any) -> list[Record]:
+    """One record for each image or video of this rank, with its reward and components; pairs of a file are nobody's
+    drawings."""
+    if not isinstance(drawn, Drawn):
+        return []
     batch, scored = drawn.requests, drawn.scored
     return records_from_media(
         batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid,
@@ -91,6 +93,7 @@ class DiffusionParts(RunParts):
     """Everything a diffusion run is made of; `build` puts it together from a configuration."""
 
     kind: ClassVar[str] = "diffusion"
+    records_of = staticmethod(records_of_drawn)  # of a step's rollouts
 
     config: DiffusionRunConfig
     policy: DiffusionPolicy
@@ -112,10 +115,6 @@ class DiffusionParts(RunParts):
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
         return list(self.policy.trainable_parameters())
-
-    def records_of(self, drawn: Any) -> list[Record]:
-        """Of what a step drew; pairs of a file are nobody's drawings."""
-        return records_of_drawn(drawn) if isinstance(drawn, Drawn) else []
 
     # -- for `features.guard` ------------------------------------------------------------------------------------
 

@@ -130,19 +130,19 @@ class DiffusionTrainer(PolicyTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.prompts.dataset.check_resumed(state.get("data"))
-        was, seed = state.get("seed"), self.config.train.seed  # earlier versions kept none
-        if was not in (None, seed):
+        self.prompts.dataset.check_resumed(state["data"])
+        was, seed = state["seed"], self.config.train.seed
+        if was != seed:
             told = "a new run takes the exported one: --pretrain"
             raise DataError(f"cannot resume the prompt order: seed was {was}, now it is {seed}; {told}")
-        self.prompts.go_on(self.step, state.get("pairs"))  # which earlier versions did not keep
+        self.prompts.go_on(self.step, state["pairs"])
         self.updates = int(state["updates"])
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])
         if self.parts.evaluation is not None:
             evaluation = self.parts.evaluation
-            evaluation.base, evaluation.base_identity = state["base_images"], state.get("base_identity")
-            if evaluation.base_identity not in (None, evaluation.identity):  # earlier versions kept none
+            evaluation.base, evaluation.base_identity = state["base_images"], state["base_identity"]
+            if evaluation.base is not None and evaluation.base_identity != evaluation.identity:
                 self.console.message("eval_drift is left out: evaluations draw other prompts, noise or sizes")
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -171,9 +171,8 @@ class RewardFLTrainer(DiffusionTrainer):
         self.most_invalid = parts.config.reward.reward_max_invalid  # elsewhere the reward engine holds it
         train, sampling = parts.config.train, parts.maker.engine.sampling
         self.reward_update = RewardUpdate(
-            parts.engine, sampling, parts.loss, parts.trained_on, train.seed, train.micro_train_batch_size,
-            parts.trained_on.name,
-        )  # fmt: skip
+            parts.engine, sampling, parts.loss, parts.trained_on, train.micro_train_batch_size, parts.trained_on.name
+        )
 
     def train_step(self) -> StepData:
         """An optimizer step for each train batch of rows, `max_epochs` times; then hooks see what the first drew."""

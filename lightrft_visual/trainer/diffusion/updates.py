@@ -233,7 +233,6 @@ class RewardUpdate:
     sampling: DiffusionSampling
     loss: Loss
     score: Callable[[T, DrawingBatch], DifferentiableScore]
-    run_seed: int
     micro_batch_size: int
     name: str
 
@@ -276,7 +275,7 @@ class RewardUpdate:
         batch = self.sampling.batch(requests, conditions, step, purpose)
         if batch.latents is not None:
             return batch.latents
-        generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
+        generators = sample_generators(self.sampling.run_seed, step, requests.sample_ids.tolist(), purpose)
         return draw_noise(batch.latent_shape, generators, torch.float32, self.sampling.model.policy.device)
 
     def _differentiable(

@@ -4,7 +4,7 @@ The copy is for generation alone: rewards, group statistics and the update see t
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,27 +19,6 @@ from ..hooks import StepData, StepHook
 DECAY, MIDPOINT = 30.0, 40 / 60  # lambda, and gamma / t_max, of the paper's sigmoid schedule
 NOISE_STEPS = 1000  # of the forward process that says how strong the noise of a step is
 T = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Distortion:
-    """How many responses of a prompt see a noisy image, and how noisy it is as the run goes on.
-
-    share: of a prompt's responses. noise_steps: alpha_0 of the paper, a step of NOISE_STEPS of the forward process.
-    total_steps: t_max, rollout steps of the run.
-    """
-
-    share: float
-    noise_steps: int
-    total_steps: int
-
-    def distorted(self, samples: int) -> int:
-        """How many of a prompt's `samples` responses are drawn from its noisy image; at least one is not."""
-        return min(round(self.share * samples), samples - 1)
-
-    def strength(self, step: int) -> int:
-        """The noise of rollout step number `step`, from 0 on: alpha_0 (1 - sigmoid(lambda (t - gamma) / t_max))."""
-        return int(self.noise_steps * (1 - 1 / (1 + math.exp(-DECAY * (step / self.total_steps - MIDPOINT)))))
 
 
 def kept_signal() -> T:
@@ -66,18 +45,26 @@ def noisy(image: Image.Image, strength: int, seed: int) -> Image.Image:
 class NoisyRolloutsHook(StepHook):
     """Gives each request a variant with noisy images for some of its samples; reports what they earned.
 
-    samples: of a prompt. processor: preprocesses the noisy images.
+    share: of a prompt's `samples` responses; at least one is not drawn from its noisy image. noise_steps: alpha_0 of
+    the paper, a step of NOISE_STEPS of the forward process. total_steps: t_max, rollout steps of the run. processor:
+    preprocesses the noisy images.
     """
 
-    def __init__(self, distortion: Distortion, samples: int, processor: MultimodalDataProcessor) -> None:
-        self.distortion, self.processor = distortion, processor
-        self.count = distortion.distorted(samples)
+    def __init__(
+        self, share: float, noise_steps: int, total_steps: int, samples: int, processor: MultimodalDataProcessor
+    ) -> None:
+        self.noise_steps, self.total_steps, self.processor = noise_steps, total_steps, processor
+        self.count = min(round(share * samples), samples - 1)
+
+    def strength(self, step: int) -> int:
+        """The noise of rollout step number `step`, from 0 on: alpha_0 (1 - sigmoid(lambda (t - gamma) / t_max))."""
+        return int(self.noise_steps * (1 - 1 / (1 + math.exp(-DECAY * (step / self.total_steps - MIDPOINT)))))
 
     def on_prompts(self, requests: list[PromptFeatures]) -> list[PromptFeatures]:
         """A prompt without images has a variant too, of another seed alone: each rank draws as often as the others."""
         if not self.count:
             return requests
-        strength = self.distortion.strength(self.context.step())
+        strength = self.strength(self.context.step())
         seeds = [derive_seed(each.seed, "noisy copy") for each in requests]
         images = [
             [noisy(image, strength, derive_seed(seed, "distortion", at)) for at, image in enumerate(each.images)]
@@ -91,7 +78,7 @@ class NoisyRolloutsHook(StepHook):
 
     def on_experience(self, step: StepData) -> StepData:
         """`reward_distorted`: of responses that were drawn from noisy images; `noise_strength`: of that noise."""
-        step.metrics.add("noise_strength", float(self.distortion.strength(self.context.step())))
+        step.metrics.add("noise_strength", float(self.strength(self.context.step())))
         rewards = [each.reward for each in step.rollouts if each.distorted and each.valid]
         step.metrics.add_moments("reward_distorted", torch.tensor(rewards))
         return step
@@ -102,9 +89,7 @@ def build(parts: Any) -> NoisyRolloutsHook | None:
     rollout = parts.config.rollout
     if rollout.noisy_rollout_share == 0:
         return None
-    distortion = Distortion(
-        rollout.noisy_rollout_share,
-        rollout.noisy_rollout_strength,
-        parts.loop.total_steps,
-    )
-    return NoisyRolloutsHook(distortion, rollout.n_samples_per_prompt, parts.maker.rollout_stage.data_processor)
+    return NoisyRolloutsHook(
+        rollout.noisy_rollout_share, rollout.noisy_rollout_strength, parts.loop.total_steps,
+        rollout.n_samples_per_prompt, parts.maker.rollout_stage.data_processor,
+    )  # fmt: skip

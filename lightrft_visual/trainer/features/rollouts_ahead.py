@@ -24,7 +24,7 @@ class RolloutsAhead:
     Args:
         source: of the batches.
         settings: how many run ahead, and how old their tokens may be.
-        engine: its `note_policy` learns of new weights.
+        engine: which works ahead.
         announce: lets it begin on a batch.
     """
 
@@ -48,10 +48,6 @@ class RolloutsAhead:
             self._begun.append((state, batch, self.source.epoch))
         _, batch, self.epoch = self._begun.popleft()
         return batch
-
-    def policy_is_new(self, version: int) -> None:
-        """Tokens from here on are of this version."""
-        self.engine.note_policy(version)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -21,7 +21,6 @@ from ...experience.rollouts import Episode, PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint
 from ...observe.guard.divergence import SIDE, PairedScores, image_statistics
 from ...observe.guard.watch import text_statistics
-from ...observe.metrics import MetricsAccumulator
 from ...observe.recorder import records_from_rollouts
 from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
@@ -132,10 +131,9 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
-        self.supply.dataset.check_resumed(state.get("data"))
-        same_limit = state.get("prompt_max_len") == self.supply.dataset.checks.prompt_max_len
-        self.supply.go_on(state.get("bad_rows", []), same_limit)  # earlier versions kept none, and counted rounds
-        self.taken = int(state.get("taken", state.get("rounds", 0) * self.supply.sampler.batch_size))
+        self.supply.dataset.check_resumed(state["data"])
+        self.supply.go_on(state["bad_rows"], state["prompt_max_len"] == self.supply.dataset.checks.prompt_max_len)
+        self.taken = state["taken"]
 
     def _next_ids(self) -> T:
         """The numbers of this rank's prompts in the next batch."""
@@ -162,20 +160,6 @@ def _keep_operations_in_this_thread() -> None:
     set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if set_threads is not None:
         set_threads(1)
-
-
-def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
-    """See `image_statistics`; of all ranks' drawings, where there are any. A collective.
-
-    The variety within groups is `drawing_diversity`, of which no band is learnt: a model that comes to draw what its
-    captions say draws one thing for one caption.
-    """
-    drawn = [each for each in rollouts if each.prompt.draws]
-    images = [torch.from_numpy(np.array(each.image.convert("RGB"))).permute(2, 0, 1) / 255 for each in drawn]
-    media = torch.stack(images) if images else torch.zeros(0, 3, SIDE, SIDE)
-    groups = torch.tensor([each.prompt.group_id for each in drawn])
-    for name, value in image_statistics(media, groups).items():
-        metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
 
 
 @dataclass(kw_only=True)
@@ -209,13 +193,22 @@ class VLParts(RunParts):
     # -- for `features.guard` ------------------------------------------------------------------------------------
 
     def add_statistics(self, step: StepData) -> None:
-        """Numbers that no reward decides, of texts, and where there are any of drawings. A collective."""
+        """Numbers that no reward decides, of texts, and where there are any of drawings. A collective.
+
+        The variety of drawings within groups is `drawing_diversity`, of which no band is learnt: a model that comes to
+        draw what its captions say draws one thing for one caption.
+        """
         answers = [each for each in step.rollouts if not each.prompt.draws]
         groups = [each.prompt.group_id for each in answers]
         for name, value in text_statistics([each.sampled_ids for each in answers], groups).items():
             step.metrics.add(name, value)
-        if len(self.loss_parts) > 1:
-            add_image_metrics(step.metrics, step.rollouts)
+        if len(self.loss_parts) < 2:
+            return
+        drawn = [each for each in step.rollouts if each.prompt.draws]
+        images = [torch.from_numpy(np.array(each.image.convert("RGB"))).permute(2, 0, 1) / 255 for each in drawn]
+        media = torch.stack(images) if images else torch.zeros(0, 3, SIDE, SIDE)
+        for name, value in image_statistics(media, torch.tensor([each.prompt.group_id for each in drawn])).items():
+            step.metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
 
     def gold_of(self, rollouts: Sequence[Rollout]) -> dict[int, tuple[float, bool]]:
         """What gold says of scored rollouts, whose media are still there, by `sample_id`. A collective."""

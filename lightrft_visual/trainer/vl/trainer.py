@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...algorithms.advantages import get_advantage_calculator
-from ...config import registry
 from ...config.kinds import check_hooks
 from ...config.vl import RunConfig
-from ...errors import ConfigError
 from ...experience.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import EngineWeights
@@ -46,8 +44,7 @@ class VLTrainer(PolicyTrainer):
 
     @classmethod
     def from_config(cls, config: RunConfig, callbacks: Sequence[Any] = ()) -> Self:
-        """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
-        check_trainer(cls, config.algorithm.advantage_estimator)
+        """The trainer of a run. Raises as `build.build_parts`."""
         get_advantage_calculator(config.algorithm.advantage_estimator, config.algorithm)  # what it raises, early
         check_hooks(callbacks)
         parts = build_parts(config)
@@ -183,7 +180,7 @@ class VLTrainer(PolicyTrainer):
                 self._weights_leave()
         self.maker.policy_is_new(self.step)
         if self.prompts.runs_ahead and not lent:
-            self.prompts.policy_is_new(self.step)
+            engine.note_policy(self.step)  # tokens of work that is under way are of it from here on
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -250,17 +247,6 @@ class VLTrainer(PolicyTrainer):
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""
         export_actor(self.parts, folder)
-
-
-def check_trainer(kind: type[VLTrainer], estimator: str) -> None:
-    """Raise ConfigError for a trainer class of some estimators that does not run this one."""
-    runs = {entry.name: entry.trainer_class() for entry in registry.advantage_estimators}
-    wanted = runs[registry.advantage_estimators[estimator].name]
-    if not issubclass(kind, wanted) and any(issubclass(kind, each) for each in runs.values()):
-        own = ", ".join(name for name, trainer in runs.items() if issubclass(kind, trainer))
-        raise ConfigError(
-            f"advantage_estimator is {estimator!r}, which {wanted.__name__} runs; {kind.__name__} runs: {own}"
-        )
 
 
 def build_trainer(config: RunConfig, callbacks: Sequence[Any] = ()) -> VLTrainer:

@@ -19,7 +19,7 @@ from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO, gaussian_kl, guarded_log_ratio, log_ratio
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
 from lightrft_visual.algorithms.diffusion.opd import OnPolicyDistillation
-from lightrft_visual.algorithms.diffusion.temp_flow_grpo import TempFlowGRPO, noise_weights
+from lightrft_visual.algorithms.diffusion.temp_flow_grpo import TempFlowGRPO
 from lightrft_visual.algorithms.policy_losses import clipped_surrogate
 from lightrft_visual.rollout.diffusion_sampler import sde_step, transition
 
@@ -181,7 +181,7 @@ def test_clip_fraction_is_the_share_of_samples_that_the_clip_decides(guard):
     loss = FlowGRPO(clip_range=1e-9, guard=guard)
     step = loss.replay(lambda *inputs: v, rows)
     raw = log_ratio(step.log_prob, rows.log_probs)
-    ratios = loss.guarded(raw, step, rows) if guard else raw
+    ratios = guarded_log_ratio(raw, step.mean, rows.rollout_means, step.std, loss.log_prob) if guard else raw
     decided = (ratios.expm1() * rows.advantages > 1e-9)[:5]
     assert (ratios.expm1().abs() > 1e-9).all() and 0 < int(decided.sum()) < 5
     found = loss.loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 5.0)
@@ -287,10 +287,11 @@ def test_temp_flow_weights_steps_by_their_noise_and_not_the_kl():
         level * math.sqrt(0.9 / 0.1 * 0.3),
         level * math.sqrt(0.6 / 0.4 * 0.1),
     ]
-    weights = noise_weights(rows.schedule, torch.tensor([0, 2]), level)
+    loss, rows_at = TempFlowGRPO(noise_level=level), SimpleNamespace(steps=torch.tensor([0, 2]), schedule=rows.schedule)
+    weights = loss.step_weights(rows_at)
     assert weights.tolist() == pytest.approx([each / (sum(stds) / 3) for each in (stds[0], stds[2])], rel=1e-6)
-    closed = torch.cat([rows.schedule, torch.zeros(2, 1)], dim=1)  # as of --sigmas with a last 0
-    assert torch.equal(noise_weights(closed, torch.tensor([0, 2]), level), weights)
+    rows_at.schedule = torch.cat([rows.schedule, torch.zeros(2, 1)], dim=1)  # as of --sigmas with a last 0
+    assert torch.equal(loss.step_weights(rows_at), weights)
     policy = StandingStill(v, normal(2, 3, 4, seed=9))
     plain, with_kl, weighted = (
         kind(noise_level=level, clip_range=0.1, beta=beta).loss(LossContext(policy, policy), rows, 2.0).loss

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightrft_visual.algorithms.diffusion.awm import AWM, matching_log_prob
+from lightrft_visual.algorithms.diffusion.awm import AWM
 from lightrft_visual.algorithms.diffusion.context import (
     LossContext,
     add_noise,
@@ -105,12 +105,12 @@ def test_no_error_over_its_own_size_is_none():
 
 def test_weightings_by_hand():
     error, sigma = torch.tensor([0.0016, 16.0]).double(), torch.tensor([0.5, 0.25]).double()
-    assert matching_log_prob(error, sigma, "uniform").tolist() == pytest.approx([-0.0016, -16])
-    assert matching_log_prob(error, sigma, "time").tolist() == pytest.approx([-0.0008, -4])
-    assert matching_log_prob(error, sigma, "time_squared").tolist() == pytest.approx([-0.0004, -1])
+    assert AWM("uniform").log_prob(error, sigma).tolist() == pytest.approx([-0.0016, -16])
+    assert AWM("time").log_prob(error, sigma).tolist() == pytest.approx([-0.0008, -4])
+    assert AWM("time_squared").log_prob(error, sigma).tolist() == pytest.approx([-0.0004, -1])
     tiny = 1e-10**0.25
     huber = [-0.5 * (0.2 - tiny) / 0.25, -0.25 * (2 - tiny) / 0.25]
-    assert matching_log_prob(error, sigma, "huber").tolist() == pytest.approx(huber, rel=1e-6)
+    assert AWM("huber").log_prob(error, sigma).tolist() == pytest.approx(huber, rel=1e-6)
 
 
 @pytest.mark.parametrize("prediction", ("flow", "epsilon"))

@@ -135,10 +135,3 @@ def test_pairs_of_a_resumed_run_that_takes_others_at_once_follow_those_before(mo
         trainer.prompts.dataset = PAIRS
     assert resumed.prompts.next(2, 100).prompts == whole[8:14]
     assert again.prompts.next(3, 100).prompts == whole[14:16]
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on_by_the_step_and_the_size(monkeypatch):
-    resumed = trainer_of(step=2, size=4)
-    resumed.load_state_dict({name: value for name, value in resumed.state_dict().items() if name != "pairs"})
-    resumed.prompts.dataset = PAIRS
-    assert resumed.prompts.next(2, 100).prompts == prompts_of(monkeypatch, 2)[0]

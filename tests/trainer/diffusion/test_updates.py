@@ -101,7 +101,7 @@ def reward_update(batch, *scores: tuple[list[float], list[bool]]) -> RewardUpdat
         batch=batch,
     )  # fmt: skip
     engine = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None)
-    return RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(found), 0, 2, "mine")
+    return RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(found), 2, "mine")
 
 
 @pytest.mark.parametrize("epoch, purpose", [(0, "noise"), (1, "noise/1")])

@@ -71,7 +71,7 @@ def test_gold_of_reward_fl_is_asked_with_the_step_of_the_policy_that_drew():
         batch=lambda part, *_: SimpleNamespace(latents=torch.ones(len(part), 3, 4, 4)),
     )  # fmt: skip
     score = lambda media, part: DifferentiableScore(torch.ones(len(part)), torch.ones(len(part)).bool())  # noqa: E731
-    update = RewardUpdate(engine, sampling, Loss(), score, 0, 2, "mine")
+    update = RewardUpdate(engine, sampling, Loss(), score, 2, "mine")
     both = [update.step(requests(*numbers), None, 5, 0, StepData([]).metrics)[1] for numbers in ([0, 1, 2], [3])]
     parts = parts_of_drawings(lambda images, trainer_state: [float(trainer_state.global_step)] * len(images))
     found = DiffusionParts.add_gold(parts, StepData([], joined(both)), DiffusionParts.gold_of(parts, joined(both)), 6)

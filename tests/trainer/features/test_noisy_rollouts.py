@@ -20,20 +20,23 @@ from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.engine import RolloutStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import RolloutCheck
-from lightrft_visual.trainer.features.noisy_rollouts import Distortion, NoisyRolloutsHook, kept_signal, noisy
+from lightrft_visual.trainer.features.noisy_rollouts import NoisyRolloutsHook, kept_signal, noisy
 from lightrft_visual.trainer.vl.updates import comparable
 
-HALF = Distortion(share=0.5, noise_steps=500, total_steps=60)
 IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>what?<|im_end|>\n<|im_start|>assistant\n"
 TEXT = "<|im_start|>user\nwhere?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def half_of(samples: int, processor=None) -> NoisyRolloutsHook:
+    return NoisyRolloutsHook(0.5, 500, 60, samples, processor)
 
 
 def test_the_schedule_is_the_papers_sigmoid():
     for step in (0, 20, 40, 59):
         expected = 500 * (1 - 1 / (1 + math.exp(-30 * (step - 40) / 60)))
-        assert HALF.strength(step) == int(expected)
-    assert [HALF.strength(step) for step in (0, 40, 59)] == [499, 250, 0]
-    assert [HALF.distorted(n) for n in (8, 3, 2)] == [4, 2, 1]
+        assert half_of(8).strength(step) == int(expected)
+    assert [half_of(8).strength(step) for step in (0, 40, 59)] == [499, 250, 0]
+    assert [half_of(n).count for n in (8, 3, 2)] == [4, 2, 1]
 
 
 def test_the_noise_is_a_step_of_the_forward_process():
@@ -79,7 +82,7 @@ def test_only_generation_sees_the_noisy_image(data, streams):
     batch = PromptBatch.of([IMAGE, TEXT], [[image], None], ids=torch.tensor([7, 9]))
     engine, told = Asked(streams), []
     stage = RolloutStage(engine, data, run_seed=3)
-    hook = NoisyRolloutsHook(HALF, 4, data)
+    hook = half_of(4, data)
     hook.setup(SimpleNamespace(step=lambda: 40))
     asked, noted = hook.on_prompts(stage.requests(batch)), lambda first, made: told.append((first, len(made)))
     rollouts = stage.draw(asked, SamplingSettings(n=4), policy_version=40, finished=noted)

@@ -107,14 +107,6 @@ def test_batches_are_numbered_over_the_run_and_a_resumed_source_goes_on(path):
     assert larger.next(2).ids.tolist() == list(range(2 * SIZE, 3 * SIZE + 1))  # and none of theirs again
 
 
-def test_a_source_of_an_earlier_version_which_counted_batches_goes_on(path):
-    source = prompts_of(path, None)
-    state = source.state_dict() | {"rounds": 2}
-    del state["taken"]
-    source.load_state_dict(state)
-    assert torch.equal(source.next(2).ids, ids(2))
-
-
 def test_bad_rows_met_before_a_checkpoint_count_in_the_run_that_resumes_from_it(path):
     whole, counts, states = prompts_of(path, None, size=1), [], []
     for number in range(12):
@@ -129,8 +121,6 @@ def test_bad_rows_met_before_a_checkpoint_count_in_the_run_that_resumes_from_it(
         resumed.next(number)
         assert len(resumed.supply.dataset.bad) == counts[number]
     assert resumed.supply.dataset.bad.rows == whole.supply.dataset.bad.rows
-    states[begun].pop("bad_rows")  # as an earlier version has saved it
-    prompts_of(path, None, size=1).load_state_dict(states[begun])
 
 
 def test_bad_rows_that_settings_may_have_made_good_since_or_that_end_the_run_are_met_again(path):
