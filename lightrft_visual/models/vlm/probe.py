@@ -30,7 +30,7 @@ from ... import __version__
 from ...config.registry import vlm_families
 from ...errors import ConfigError
 from ...experience.rollouts import ScoringRule
-from ...experience.types import ModelInputs
+from ...experience.types import ModelInputs, pad_rollouts
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
 from ...runtime.files import cache_root, parse_record, to_json, write_atomic
@@ -310,16 +310,10 @@ def _made_up(checkpoint: Checkpoint, name: str, text: str, images: list, actions
 
 def _padded(samples: Sequence[_Sample]) -> ModelInputs:
     """As experience is collated: prompts padded on their left, answers on their right. Padding is token 0, unread."""
-    before = max(len(each.ids) - each.actions for each in samples)
-    width = max(each.actions for each in samples)
-    ids, masks, actions = [], [], []
-    for each in samples:
-        pads = before - (len(each.ids) - each.actions), width - each.actions
-        ids.append(F.pad(each.ids, pads))
-        masks.append(F.pad(torch.ones_like(each.ids), pads))
-        actions.append(torch.arange(width) < each.actions)
+    prompts = [each.ids[: -each.actions].tolist() for each in samples]
+    answers = [each.ids[-each.actions :].tolist() for each in samples]
     vision = VisionTensors.gather(each.vision for each in samples)
-    return ModelInputs(torch.stack(ids), torch.stack(masks), torch.stack(actions), vision=vision)
+    return ModelInputs(*pad_rollouts(prompts, answers, 0), vision=vision)
 
 
 def _packed(samples: Sequence[_Sample]) -> ModelInputs:
