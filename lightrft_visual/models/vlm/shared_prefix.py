@@ -43,8 +43,7 @@ class SharedSequence:
 
     columns: (tokens of the row) long, the place of each of them in the flattened (rows * S) inputs. indices: (rows * S)
     long, the inverse: where in the row the hidden state of each token is (0 for padding). lengths, continues: as in
-    `Segments`. vision: of each different prompt, with what stands behind it. saved: tokens of the samples that the row
-    does without.
+    `Segments`. vision: of each different prompt, with what stands behind it.
     """
 
     columns: T
@@ -52,7 +51,6 @@ class SharedSequence:
     lengths: list[int]
     continues: list[int | None]
     vision: VisionTensors
-    saved: int
 
     @classmethod
     def of(cls, inputs: ModelInputs) -> SharedSequence | None:
@@ -85,7 +83,6 @@ class SharedSequence:
             lengths=lengths,
             continues=continues,
             vision=VisionTensors(media),
-            saved=sum(each.stop - each.start for each in samples) - len(columns),
         )
 
     @classmethod
@@ -95,9 +92,8 @@ class SharedSequence:
         tokens, lengths = torch.cat(columns), [len(own) for own in columns]
         indices = torch.zeros(inputs.sequences.numel(), dtype=torch.long)
         indices[tokens] = torch.arange(len(tokens))
-        return cls(
-            to_device(tokens, device), to_device(indices, device), lengths, [None] * len(lengths), inputs.vision, 0
-        )
+        alone = [None] * len(lengths)
+        return cls(to_device(tokens, device), to_device(indices, device), lengths, alone, inputs.vision)
 
     def inputs(self, inputs: ModelInputs) -> ModelInputs:
         """What the model reads: the row in place of the samples."""
@@ -189,10 +185,10 @@ class SlicedSequence:
         heads = text.config.num_attention_heads
         if heads % group.size:
             raise ConfigError(f"sp_size {group.size} does not divide the model's {heads} attention heads")
-        self.hooks = [text.register_forward_pre_hook(self._cut, with_kwargs=True)]
+        text.register_forward_pre_hook(self._cut, with_kwargs=True)
         for tower in (getattr(base, name, None) for name in towers):
             if tower is not None:
-                self.hooks += _MediaOverRanks(self, tower).handles
+                _MediaOverRanks(self, tower)
 
     def __enter__(self) -> None:
         self.active = True
