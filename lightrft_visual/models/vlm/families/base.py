@@ -193,17 +193,9 @@ class VLMFamily(MediaConventions):
 
         Raises DataError, naming the sample, when media and placeholders do not match.
         """
-        self.check_features(inputs, types)
-        return text_positions(inputs)
-
-    def check_features(self, inputs: ModelInputs, types: T) -> None:
-        """Where a sample's features can be counted before they are computed.
-
-        Raises DataError, naming the sample, where placeholders and features are not equally many.
-        """
         features = [self.feature_count(sample) for sample in inputs.vision.samples]
-        if not self.vision or None in features:
-            return
+        if not self.vision or None in features:  # they cannot be counted before they are computed
+            return text_positions(inputs)
         images = on_host(types).flatten() == 1
         wanted = [int(images[tokens].sum()) for tokens in real_tokens(inputs)]
         if len(features) != len(wanted):  # they came joined: only the sums can be compared
@@ -211,6 +203,7 @@ class VLMFamily(MediaConventions):
         for index, (have, get) in enumerate(zip(wanted, features)):
             if have != get:
                 raise DataError(f"{name_of(inputs, index)} has {have} image tokens, its images have {get} features")
+        return text_positions(inputs)
 
     def feature_count(self, sample: Mapping[str, T]) -> int | None:
         """Tokens that the images of a sample's tensors take; None where the family does not say it here."""
