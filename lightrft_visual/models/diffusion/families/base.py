@@ -213,7 +213,8 @@ class DiffusionFamily(ABC):
         positive = {key: value for key, value in conditions.items() if not key.startswith(NEGATIVE)}
         if guidance_scale <= 1 or len(positive) == len(conditions):
             return self.predict(latents, timesteps, positive, guidance_scale)
-        both = {key: _stack(conditions, key) for key in positive}
+        # Conditions without a negative (a first frame) serve both.
+        both = {key: joined([conditions.get(NEGATIVE + key, value), value]) for key, value in positive.items()}
         twice = self.predict(torch.cat([latents] * 2), joined([timesteps] * 2), both, guidance_scale)
         without, with_prompt = twice.chunk(2)
         scale = self.guidance_at(timesteps, guidance_scale)
@@ -441,12 +442,6 @@ def join_lora(pipeline: Any, folder: Path) -> None:
             pipeline.load_lora_weights(found, **({"load_into_transformer_2": True} if second else {}))
             pipeline.fuse_lora(**({"components": ["transformer_2"]} if second else {}))
         pipeline.unload_lora_weights()
-
-
-def _stack(conditions: Conditions, key: str) -> T:
-    """Negative and positive rows of one condition; conditions without a negative (a first frame) serve both."""
-    positive = conditions[key]
-    return joined([conditions.get(NEGATIVE + key, positive), positive])
 
 
 def by_kind(
