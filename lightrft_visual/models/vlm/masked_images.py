@@ -49,17 +49,15 @@ def _hidden(pixels: T, share: float, seed: int) -> T:
     Made on the host where it knows them, which then also knows without the device which of the hidden ones are equal.
     """
     device, known = pixels.device, known_on_host(pixels)
-    return to_device(_without(pixels if known is None else known, share, seed), device)
-
-
-def _without(pixels: T, share: float, seed: int) -> T:
+    pixels = pixels if known is None else known
     if pixels.dim() < 4:
-        return pixels * to_device(_kept(pixels.shape[:-1], share, seed).to(pixels.dtype), pixels.device).unsqueeze(-1)
+        kept = _kept(pixels.shape[:-1], share, seed).to(pixels.dtype)
+        return to_device(pixels * to_device(kept, pixels.device).unsqueeze(-1), device)
     height, width = pixels.shape[-2:]
     grid = (len(pixels), -(-height // TILE), -(-width // TILE))
     kept = _kept(grid, share, seed).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :height, :width]
-    between = [1] * (pixels.dim() - 3)
-    return pixels.where(to_device(kept, pixels.device).view(len(pixels), *between, height, width), HIDDEN)
+    shape = len(pixels), *[1] * (pixels.dim() - 3), height, width
+    return to_device(pixels.where(to_device(kept, pixels.device).view(shape), HIDDEN), device)
 
 
 def _kept(shape: tuple[int, ...], share: float, seed: int) -> T:
