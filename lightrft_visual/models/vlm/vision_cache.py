@@ -106,10 +106,7 @@ class SomeMedia:
         if isinstance(output, T):
             return self._of_all(output)
         for name, value in list(output.items()):
-            if isinstance(value, T):
-                output[name] = self._of_all(value)
-            elif isinstance(value, (list, tuple)):
-                output[name] = type(value)(self._of_all(each) for each in value)
+            output[name] = map_tensors(value, self._of_all)
         return output
 
     def _of_all(self, features: T) -> T:
