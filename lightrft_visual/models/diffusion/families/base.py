@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
 from torch import nn
 
 from ....config.diffusion import LORA, DiffusionRunConfig, lora_folders
@@ -480,9 +480,7 @@ def by_kind(
 
 def pack(latents: T) -> T:
     """(B, C, h, w) to tokens (B, h/2 * w/2, 4 C) of two by two patches, as FLUX and Qwen-Image read them."""
-    count, channels, height, width = latents.shape
-    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(count, height * width // 4, channels * 4)
+    return FluxPipeline._pack_latents(latents, *latents.shape)
 
 
 def unpack(tokens: T, height: int, width: int) -> T:
@@ -492,9 +490,7 @@ def unpack(tokens: T, height: int, width: int) -> T:
         tokens: (B, h/2 * w/2, 4 C).
         height, width: h and w of the latents.
     """
-    count, _, channels = tokens.shape
-    patches = tokens.reshape(count, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(count, channels // 4, height, width)
+    return FluxPipeline._unpack_latents(tokens, height, width, vae_scale_factor=1)
 
 
 def channel_statistics(vae: nn.Module, like: T) -> tuple[T, T]:
