@@ -339,18 +339,15 @@ class MappedFiles:
         try:
             known, whole = self._known.get(file.path, (None, None))
             if known != file:
-                whole = self._map(file)
+                if not reachable(file):
+                    raise FileNotFoundError(f"{file.name} is not there")
+                # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
+                size = os.stat(file.path).st_size
+                whole = torch.from_file(file.path, shared=True, size=size, dtype=torch.uint8)
                 self._known[file.path] = file, whole
             return whole[HEADER : HEADER + bucket.bytes], checksum_found(whole)
         except (OSError, RuntimeError) as error:
             raise WeightsRefused(f"the trainer's memory {file.path} cannot be mapped: {error}") from error
-
-    @staticmethod
-    def _map(file: FileAt) -> T:
-        if not reachable(file):
-            raise FileNotFoundError(f"{file.name} is not there")
-        # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
-        return torch.from_file(file.path, shared=True, size=os.stat(file.path).st_size, dtype=torch.uint8)
 
 
 def received(
