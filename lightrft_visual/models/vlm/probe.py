@@ -91,12 +91,6 @@ class Finding:
         return not self.error and self.difference <= self.bound
 
 
-def needs_proof(family: VLMFamily) -> bool:
-    """Whether no test of this package has shown the adapter to be right for this model type."""
-    named = [entry for entry in vlm_families if family.config.model_type in entry.model_types]
-    return not named or not named[-1].shipped
-
-
 def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapping[str, Any]) -> str | None:
     """One line about what was found; None for a model type that this package's tests have proven.
 
@@ -113,7 +107,8 @@ def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapp
         ConfigError: where the adapter and the model's own class differ, with what to write.
     """
     family = actor.backbone.family
-    if not needs_proof(family):
+    named = [entry for entry in vlm_families if family.config.model_type in entry.model_types]
+    if named and named[-1].shipped:
         return None
     name = f"model type {family.config.model_type!r}, run by {type(family).__name__}"
     kept = cache_root() / "families" / f"{_key(actor, longest, model)}.json"
