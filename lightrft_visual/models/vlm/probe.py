@@ -37,7 +37,7 @@ from ...runtime.files import cache_root, parse_record, to_json, write_atomic
 from ...runtime.zero3_loading import reading_across
 from ..loading import Checkpoint
 from .actor import Actor
-from .families import VLMFamily, family_of_processor
+from .families import family_of_processor
 
 T = torch.Tensor
 

@@ -259,6 +259,4 @@ def with_again(inputs: ModelInputs, index: list[int]) -> ModelInputs:
 
     by_sample = ("action_mask", "packed_seq_lens", "num_actions", "sample_ids", "group_ids")
     made = {name: again(getattr(known, name)) for name in by_sample}
-    return replace(
-        known, sequences=of_tokens(known.sequences), attention_mask=of_tokens(known.attention_mask), **made
-    )
+    return replace(known, sequences=of_tokens(known.sequences), attention_mask=of_tokens(known.attention_mask), **made)
