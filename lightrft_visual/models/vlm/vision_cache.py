@@ -243,8 +243,7 @@ class Drawing:
 
 def with_again(inputs: ModelInputs, index: list[int]) -> ModelInputs:
     """The samples, and those at `index` once more behind them; on the host, without vision and records of experts."""
-    known = replace(inputs, vision=VisionTensors(), routing=None)
-    known = ModelInputs(**map_tensors(vars(known), on_host))
+    known = ModelInputs(**map_tensors(vars(replace(inputs, vision=VisionTensors(), routing=None)), on_host))
     tokens = torch.arange(known.sequences.numel()).split(known.sample_lengths)
     columns = torch.cat([tokens[number] for number in index])
     rows, axis = (1, 1) if known.is_packed else (len(index), 0)
