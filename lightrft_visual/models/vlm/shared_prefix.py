@@ -8,7 +8,6 @@ it. The idea is that of Prefix Grouper (arXiv 2506.05433).
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,11 +230,11 @@ class _MediaOverRanks(SomeMedia):
             return None
         group = self.sliced.group
         self.shares: list[list[int]] = [[] for _ in range(group.size)]
-        loads = [(0, member) for member in range(group.size)]
+        loads = [0] * group.size
         for index in sorted(range(len(self.patches)), key=lambda index: -self.patches[index]):
-            load, member = loads[0]
+            member = loads.index(min(loads))
             self.shares[member].append(index)
-            heapq.heapreplace(loads, (load + self.patches[index], member))
+            loads[member] += self.patches[index]
         return self.shares[group.index] or [0]
 
     def whole(self, features: T, sizes: list[int]) -> T:
