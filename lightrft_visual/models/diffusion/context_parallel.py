@@ -40,16 +40,12 @@ class ContextParallel:
 
     def divide(self) -> None:
         """From here on the ranks of a group share each forward."""
-        config = self._config.context_parallel_config
         for denoiser, plan in self._plans:
             for processor in _processors(denoiser, self._divided):
                 processor._parallel_config = self._config
             for name, entry in plan.items():
                 for module in _modules(denoiser, name):
-                    if isinstance(entry, dict):
-                        hook: Any = _EvenSplit(entry, config, f"{type(denoiser).__name__} {name}".strip())
-                    else:
-                        hook = ContextParallelGatherHook(entry if isinstance(entry, list | tuple) else [entry], config)
+                    hook = self._hook(entry, f"{type(denoiser).__name__} {name}".strip())
                     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK.format(name))
 
     def join(self) -> None:
@@ -60,6 +56,12 @@ class ContextParallel:
             for name in plan:
                 for module in _modules(denoiser, name):
                     module._diffusers_hook.remove_hook(HOOK.format(name), recurse=False)
+
+    def _hook(self, entry: Any, path: str) -> ContextParallelSplitHook | ContextParallelGatherHook:
+        config = self._config.context_parallel_config
+        if isinstance(entry, dict):
+            return _EvenSplit(entry, config, path)
+        return ContextParallelGatherHook(entry if isinstance(entry, list | tuple) else [entry], config)
 
 
 class _EvenSplit(ContextParallelSplitHook):
