@@ -184,10 +184,10 @@ class SlicedSequence:
         heads = text.config.num_attention_heads
         if heads % group.size:
             raise ConfigError(f"sp_size {group.size} does not divide the model's {heads} attention heads")
-        text.register_forward_pre_hook(self._cut, with_kwargs=True)
+        self.hooks = [text.register_forward_pre_hook(self._cut, with_kwargs=True)]
         for tower in (getattr(base, name, None) for name in towers):
             if tower is not None:
-                _MediaOverRanks(self, tower)
+                self.hooks += _MediaOverRanks(self, tower).handles
 
     def __enter__(self) -> None:
         self.active = True

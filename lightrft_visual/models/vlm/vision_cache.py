@@ -71,8 +71,10 @@ class SomeMedia:
         """prepend: before hooks that are there already, where they see the features."""
         self.patches: list[int] = []  # rows of input of each medium
         self.kept: list[int] | None = None  # the media that run
-        tower.register_forward_pre_hook(self._before, with_kwargs=True)
-        tower.register_forward_hook(self._after, prepend=prepend)
+        self.handles = [
+            tower.register_forward_pre_hook(self._before, with_kwargs=True),
+            tower.register_forward_hook(self._after, prepend=prepend),
+        ]
 
     def chosen(self, pixels: T, grids: T | None) -> list[int] | None:
         """The media that run; None for all of them. `self.patches` is known."""
