@@ -67,7 +67,9 @@ def linear_log_probs(
     if not isinstance(temperature, T) and temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
     chunk = chunk_length(weight.shape[0], hidden.device)
-    scale = _position_temperature(temperature, hidden).reciprocal()
+    if not isinstance(temperature, T) or temperature.dim() == 0:
+        temperature = torch.full(targets.shape, float(temperature), device=hidden.device)
+    scale = temperature.to(hidden.device, torch.float32).reciprocal()
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy
     )
@@ -138,13 +140,6 @@ class LogProbLinear(nn.Linear):
             with_entropy=with_entropy,
         )
         return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
-
-
-def _position_temperature(temperature: float | T, hidden: T) -> T:
-    """(N) float32 temperatures on hidden's device."""
-    if isinstance(temperature, T) and temperature.dim() == 1:
-        return temperature.to(hidden.device, torch.float32)
-    return torch.full((hidden.shape[0],), float(temperature), device=hidden.device)
 
 
 @cache

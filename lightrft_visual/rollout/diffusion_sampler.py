@@ -95,7 +95,14 @@ def sde_step(
     if noise is not None and rule != "cps" and _without_noise(sigma, sigma_next, noise_level, rule):
         raise ConfigError("the step has no noise (noise_level or the step size is 0), so it has no log-prob")
     prev = mean + std * upcast(noise) if prev_sample is None else upcast(prev_sample)
-    return Step(prev, _transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"log-prob reduction {reduction!r} is unknown; it must be one of: {', '.join(REDUCTIONS)}")
+    density = -(prev.detach() - mean).square()
+    if rule != "cps":
+        density = density / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
+    dims = tuple(range(1, density.dim()))
+    log_prob = density.mean(dim=dims) if reduction == "mean" else density.sum(dim=dims)
+    return Step(prev, log_prob, mean, std)
 
 
 def _without_noise(sigma: float | T, sigma_next: float | T, noise_level: float, rule: str) -> bool:
@@ -115,19 +122,6 @@ def transition(x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level:
     if rule not in RULES:
         raise ConfigError(f"step rule {rule!r} is unknown; it must be one of: {', '.join(RULES)}")
     return _TRANSITIONS[rule](x, v, per_sample(sigma, x), per_sample(sigma_next, x), noise_level)
-
-
-def _transition_log_prob(prev: T, mean: T, std: T, *, rule: str, reduction: str = "mean") -> T:
-    """(B) log-prob of prev under N(mean, std²), averaged or summed over latent dimensions (cps: see `sde_step`); NaN
-    without noise."""
-    if reduction not in REDUCTIONS:
-        raise ConfigError(f"log-prob reduction {reduction!r} is unknown; it must be one of: {', '.join(REDUCTIONS)}")
-    if rule == "cps":
-        density = -(prev - mean).square()
-    else:
-        density = -(prev - mean).square() / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
-    dims = tuple(range(1, density.dim()))
-    return density.mean(dim=dims) if reduction == "mean" else density.sum(dim=dims)
 
 
 def flow_grpo_diffusion(sigma: T, sigma_next: T, noise_level: float) -> T:

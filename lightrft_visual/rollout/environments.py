@@ -115,12 +115,11 @@ class Observation:
     whole: bool = False
 
     @classmethod
-    def of(cls, value: Any, role: str = "user", media: Mapping[str, Sequence[Any]] | None = None) -> Observation:
+    def of(cls, value: Any, media: Mapping[str, Sequence[Any]] | None = None) -> Observation:
         """In one form, whatever an environment gave.
 
         Args:
-            value: what it gave.
-            role: of what comes without one.
+            value: what it gave; the user's message, where it comes without a role.
             media: of the row, by kind, where an episode begins. Its messages may be given back, answers among them;
                 their parts have no source, and take these in order.
 
@@ -132,7 +131,7 @@ class Observation:
         given = _messages(value, ROLES if media is None else ROW_ROLES)
         found, known = cls([], whole=given is not None), (media or {}) if given else {}
         left = {kind: list(own) for kind, own in known.items()}
-        for message in given or [{"role": role, "content": value}]:
+        for message in given or [{"role": "user", "content": value}]:
             parts = [found._part(part, left, message["role"] == "tool") for part in _parts(message["content"])]
             name = {"name": str(message["name"])} if message["role"] == "tool" and message.get("name") else {}
             found.messages.append({"role": message["role"], **name, "content": parts})
@@ -211,7 +210,7 @@ class StepResult(NamedTuple):
     info: dict[str, Any]
 
     @classmethod
-    def of(cls, value: Any, role: str = "user") -> StepResult:
+    def of(cls, value: Any) -> StepResult:
         """Raises EnvironmentFailure for anything but (observation, number, bool, mapping)."""
         if not isinstance(value, (tuple, list)) or len(value) != 4:
             shown = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
@@ -229,7 +228,7 @@ class StepResult(NamedTuple):
             raise EnvironmentFailure(f"done is {repr(done)[:SHOWN]}; it must be true or false")
         if info is not None and not isinstance(info, Mapping):
             raise EnvironmentFailure(f"info is a {type(info).__name__}; it must be a mapping")
-        seen = None if done else Observation.of(observation, role)
+        seen = None if done else Observation.of(observation)
         return cls(seen, None if reward is None else number, bool(done), dict(info or {}))
 
 
@@ -247,18 +246,10 @@ def awaited_value(value: Any) -> Any:
     """
     if not inspect.isawaitable(value):
         return value
-    if _in_coroutine():
+    if asyncio._get_running_loop() is not None:
         with contextlib.closing(BackgroundLoop(LOOP)) as nested:
             return awaited([value], nested)[0]
     return awaited([value], _loop.get())[0]
-
-
-def _in_coroutine() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class HeldEnvironment:

@@ -159,24 +159,18 @@ class _Round:
         while self._any_rank(bool(self.active)):
             keys = sorted(self.active)
             if prompts is not None and first and not self._any_rank(self.changed):
-                completions = self._first_round(keys, prompts)
+                # As without an environment: the samples of a prompt are one request.
+                limit = self._limit(self.conversations[keys[0]]) if keys else 0
+                requests, n = [replace(each, limit=limit) for each in prompts], self.settings.n
             else:
-                requests = [self._request(key) for key in keys]
-                found = list(engine.generate(requests, replace(self.settings, n=1)))
-                check_completions(engine, requests, found, 1)
-                completions = [one for (one,) in found]
+                requests, n = [self._request(key) for key in keys], 1
+            found = list(engine.generate(requests, replace(self.settings, n=n)))
+            check_completions(engine, requests, found, n)
+            completions = [one for each in found for one in each]
             first = False
             steps = {self._sampled(key, completion): key for key, completion in zip(keys, completions)}
             for future, key in steps.items():
                 self._stepped(key, future)
-
-    def _first_round(self, keys: list[int], prompts: list[PromptFeatures]) -> list[Completion]:
-        """As without an environment: the samples of a prompt are one request."""
-        limit = self._limit(self.conversations[keys[0]]) if keys else 0
-        requests = [replace(each, limit=limit) for each in prompts]
-        found = list(self.stage.engine.generate(requests, self.settings))
-        check_completions(self.stage.engine, requests, found, self.settings.n)
-        return [completion for completions in found for completion in completions]
 
     def _run_freely(self, admission: Admission, most: int) -> None:
         """Each episode begins and goes on as soon as its environment has answered; `most` at once."""

@@ -212,7 +212,14 @@ class MultimodalDataProcessor:
             counts = len(images[index]), len(videos[index])
             self.family.check_prompt(prompt, *counts, self.processor or self.tokenizer, f"prompt {index}")
         token_ids, vision = self._encode(prompts, images, videos, rendered)
-        self._check_lengths(token_ids)
+        for index, ids in enumerate(token_ids):
+            if not len(ids):
+                raise DataError(f"prompt {index} is empty")
+            if len(ids) > self.prompt_max_len:
+                raise DataError(
+                    f"prompt {index} has {len(ids)} tokens with its images expanded, "
+                    f"above prompt_max_len = {self.prompt_max_len}"
+                )
         return token_ids, vision
 
     def _load(self, cells: list[Any], wanted: Sequence[int] | None, kind: str) -> list[list[Any]]:
@@ -277,16 +284,6 @@ class MultimodalDataProcessor:
             raise ConfigError(f"{type(self.processor).__name__} makes model inputs not supported: {', '.join(unknown)}")
         # With media some processors make a tensor of each prompt's, and a list of that would hold one for each token.
         return {**output, "input_ids": [torch.as_tensor(ids).tolist() for ids in output["input_ids"]]}
-
-    def _check_lengths(self, token_ids: list[list[int]]) -> None:
-        for index, ids in enumerate(token_ids):
-            if not len(ids):
-                raise DataError(f"prompt {index} is empty")
-            if len(ids) > self.prompt_max_len:
-                raise DataError(
-                    f"prompt {index} has {len(ids)} tokens with its images expanded, "
-                    f"above prompt_max_len = {self.prompt_max_len}"
-                )
 
 
 def _pixels(images: list[Image], videos: list[Video]) -> int:

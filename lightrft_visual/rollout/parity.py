@@ -81,21 +81,11 @@ class ParityGate:
             f"(tolerance {self.tolerance:.3g}). Likely cause: {self._diagnose(batch)}"
         )
 
-    def difference(self, ours: T, theirs: T, mask: T) -> float:
-        """What is held against the tolerance.
-
-        Args:
-            ours: (B, A) log-probs of the trainer.
-            theirs: (B, A) of the engine.
-            mask: (B, A) bool, what is compared.
-        """
-        return log_prob_difference(ours, theirs, mask, mean=self.averages)
-
     def check_rollouts(self, difference: float, probe: PromptBatch | None = None, where: str = "") -> None:
         """The same check on a whole rollout.
 
         Args:
-            difference: as `difference` gives it, of all ranks.
+            difference: what is held against the tolerance, of all ranks.
             probe: prompts of it, to find the cause with; None: no cause is named.
             where: the token that differs most, if one is known, in words.
         """
@@ -157,7 +147,7 @@ class ParityGate:
         own, broken = 0.0, False
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
-            own = self.difference(ours, samples.rollout_log_probs, samples.action_mask)
+            own = log_prob_difference(ours, samples.rollout_log_probs, samples.action_mask, mean=self.averages)
             broken = not ours[samples.action_mask].isfinite().all()
         found = torch.nan_to_num(torch.tensor([own, float(broken)]), nan=math.inf, posinf=math.inf)
         difference, any_broken = collectives.all_reduce_max(found).tolist()

@@ -47,10 +47,10 @@ class _Weight:
     parameters: list[nn.Parameter]
     value: Callable[[], T]
 
-    @property
-    def bytes(self) -> int:
-        """Of its parameters when they are whole."""
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters)
+
+def whole_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Of parameters when they are whole."""
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
 
 
 def named_weights(engine: TrainEngine, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, T]]:
@@ -61,8 +61,9 @@ def named_weights(engine: TrainEngine, bucket_bytes: int = BUCKET_BYTES) -> Iter
     larger weight alone), so all ranks must consume in step; a gathered tensor stays as long as it is referred to.
     """
     model = engine.module.model
-    weights = _merged(model) if is_adapted(model) else _plain(model)
-    for bucket in in_buckets(weights, bucket_bytes, lambda weight: weight.bytes):
+    plain = (_Weight(name, [each], partial(getattr, each, "data")) for name, each in model.named_parameters())
+    weights = _merged(model) if is_adapted(model) else plain
+    for bucket in in_buckets(weights, bucket_bytes, lambda weight: whole_bytes(weight.parameters)):
         with engine.gathered([parameter for weight in bucket for parameter in weight.parameters]):
             for weight in bucket:
                 yield weight.name, weight.value().detach()
@@ -91,9 +92,8 @@ def _as_in_files(model: PreTrainedModel, weights: Iterable[tuple[str, T]]) -> It
     several tensors to make one of a file's, or the engine turns them itself, names stay as they are. Of weights that
     are renamed and no more it is asked once: hundreds of names at every sync cost a tenth of a second."""
     changes = getattr(model, "_weight_conversions", None) or []
-    if any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in changes):
-        changes = []
-    if model.config.model_type in TRANSPOSED:
+    joined = any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in changes)
+    if joined or model.config.model_type in TRANSPOSED:
         changes = []
     renamed = _renamed.setdefault(model, {})
     for name, tensor in weights:
@@ -112,11 +112,6 @@ def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
     with engine.gathered([parameter for _, parameter in named]):
         for name, parameter in named:
             yield name, parameter.detach()
-
-
-def _plain(model: nn.Module) -> Iterator[_Weight]:
-    for name, parameter in model.named_parameters():
-        yield _Weight(name, [parameter], partial(getattr, parameter, "data"))
 
 
 def _merged(model: PeftModel) -> Iterator[_Weight]:
@@ -211,11 +206,6 @@ class Posted:
 
     number: int
     buckets: tuple[Bucket, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(bucket.bytes for bucket in self.buckets)
 
     @property
     def near(self) -> bool:
@@ -349,18 +339,15 @@ class MappedFiles:
         try:
             known, whole = self._known.get(file.path, (None, None))
             if known != file:
-                whole = self._map(file)
+                if not reachable(file):
+                    raise FileNotFoundError(f"{file.name} is not there")
+                # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
+                size = os.stat(file.path).st_size
+                whole = torch.from_file(file.path, shared=True, size=size, dtype=torch.uint8)
                 self._known[file.path] = file, whole
             return whole[HEADER : HEADER + bucket.bytes], checksum_found(whole)
         except (OSError, RuntimeError) as error:
             raise WeightsRefused(f"the trainer's memory {file.path} cannot be mapped: {error}") from error
-
-    @staticmethod
-    def _map(file: FileAt) -> T:
-        if not reachable(file):
-            raise FileNotFoundError(f"{file.name} is not there")
-        # Shared, so that `take_over` knows it; nobody but the trainer writes the content.
-        return torch.from_file(file.path, shared=True, size=os.stat(file.path).st_size, dtype=torch.uint8)
 
 
 def received(

@@ -94,7 +94,7 @@ def accepted(settings: VLLMSettings) -> dict[str, str]:
     for runner, wanted, loader in runners:
         envs.VLLM_USE_V2_MODEL_RUNNER = wanted
         try:
-            second = checked(arguments).second_runner
+            second, _ = checked(arguments)
         except ConfigError as error:
             result[runner] = str(error)
             continue

@@ -149,7 +149,8 @@ def _filled(model: nn.Module, state: Mapping[str, T], what: str) -> nn.Module:
 
 
 def _transformer(files: list[Path], dtype: torch.dtype) -> WanTransformer3DModel:
-    state, told = _load(files), _told(files[0])
+    state, beside = _load(files), files[0].with_name("config.json")
+    told = json.loads(beside.read_text()) if beside.is_file() else {}
     if any("self_attn" in key for key in state):
         state = convert_wan_transformer_to_diffusers(state)
     patch, table = _of(state, "patch_embedding.weight", files), _of(state, "scale_shift_table", files)
@@ -172,12 +173,6 @@ def _transformer(files: list[Path], dtype: torch.dtype) -> WanTransformer3DModel
     with init_empty_weights():
         model = WanTransformer3DModel(**config)
     return _filled(model, state, str(files[0]))
-
-
-def _told(file: Path) -> dict[str, Any]:
-    """What a config.json beside the weights says."""
-    beside = file.with_name("config.json")
-    return json.loads(beside.read_text()) if beside.is_file() else {}
 
 
 def _of(state: Mapping[str, T], key: str, files: list[Path]) -> T:

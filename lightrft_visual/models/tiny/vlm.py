@@ -312,15 +312,6 @@ def build_tiny_model(config) -> PreTrainedModel:
     return model
 
 
-def _describe_drawing(model: PreTrainedModel, tokenizer: Qwen2Tokenizer) -> None:
-    """What the model's own `generate` reads of its generation settings to draw."""
-    settings = model.generation_config
-    settings._from_model_config = False  # else transformers leaves out what only some models have when it loads them
-    settings.bos_token_id = settings.pad_token_id = tokenizer.pad_token_id
-    settings.guidance_scale = 3.0
-    settings.generation_kwargs = {"boi_token_id": tokenizer.convert_tokens_to_ids(tokenizer.boi_token)}
-
-
 def build_tiny_checkpoint(
     folder: Path,
     family: str = "qwen2_5_vl",
@@ -345,8 +336,12 @@ def build_tiny_checkpoint(
     tokenizer = build_tokenizer(texts, family=family, tools=tools)
     config = tiny_config(family, tokenizer, tie_embeddings=tie_embeddings, hidden=hidden, layers=layers)
     model = build_tiny_model(config)
-    if TINY_FAMILIES[family].draws:
-        _describe_drawing(model, tokenizer)
+    if TINY_FAMILIES[family].draws:  # what the model's own `generate` reads to draw
+        drawing = model.generation_config
+        drawing._from_model_config = False  # else transformers leaves out what only some models have when it loads them
+        drawing.bos_token_id = drawing.pad_token_id = tokenizer.pad_token_id
+        drawing.guidance_scale = 3.0
+        drawing.generation_kwargs = {"boi_token_id": tokenizer.convert_tokens_to_ids(tokenizer.boi_token)}
     model.save_pretrained(folder)
     if TINY_FAMILIES[family].processor is not None:
         build_processor(family, tokenizer).save_pretrained(folder)

@@ -14,6 +14,7 @@ from ...experience.vision import PATCHES, Named, VisionTensors, parts_of
 from ...runtime.host_copies import known_on_host, on_host, to_device
 from ...runtime.seeding import derive_seed
 from .actor import ActorOutput
+from .vision_cache import with_again
 
 T = torch.Tensor
 TILE = 14  # pixels: side of the squares that are hidden in media which come as whole images
@@ -48,17 +49,15 @@ def _hidden(pixels: T, share: float, seed: int) -> T:
     Made on the host where it knows them, which then also knows without the device which of the hidden ones are equal.
     """
     device, known = pixels.device, known_on_host(pixels)
-    return to_device(_without(pixels if known is None else known, share, seed), device)
-
-
-def _without(pixels: T, share: float, seed: int) -> T:
+    pixels = pixels if known is None else known
     if pixels.dim() < 4:
-        return pixels * to_device(_kept(pixels.shape[:-1], share, seed).to(pixels.dtype), pixels.device).unsqueeze(-1)
+        kept = _kept(pixels.shape[:-1], share, seed).to(pixels.dtype)
+        return to_device(pixels * to_device(kept, pixels.device).unsqueeze(-1), device)
     height, width = pixels.shape[-2:]
     grid = (len(pixels), -(-height // TILE), -(-width // TILE))
     kept = _kept(grid, share, seed).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :height, :width]
-    between = [1] * (pixels.dim() - 3)
-    return pixels.where(to_device(kept, pixels.device).view(len(pixels), *between, height, width), HIDDEN)
+    shape = len(pixels), *[1] * (pixels.dim() - 3), height, width
+    return to_device(pixels.where(to_device(kept, pixels.device).view(shape), HIDDEN), device)
 
 
 def _kept(shape: tuple[int, ...], share: float, seed: int) -> T:
@@ -84,25 +83,8 @@ def beside_hidden(inputs: ModelInputs, share: float, seed: int) -> ModelInputs:
     groups = [0] * count if inputs.group_ids is None else on_host(inputs.group_ids).tolist()
     seeds = [derive_seed(seed, "hidden", group) for group in groups[: len(vision.samples)]]
     both = VisionTensors.gather([vision, hide_patches(vision, share, seeds)])
-    axis = 1 if inputs.is_packed else 0
-
-    def twice(value, axis=0):  # on the host, where the forward reads it again
-        if value is None or isinstance(value, list):
-            return value and value + value
-        return to_device(torch.cat([on_host(value)] * 2, dim=axis), value.device)
-
-    return replace(
-        inputs,
-        sequences=twice(inputs.sequences, axis),
-        attention_mask=twice(inputs.attention_mask, axis),
-        action_mask=twice(inputs.action_mask),
-        packed_seq_lens=twice(inputs.packed_seq_lens),
-        num_actions=twice(inputs.num_actions),
-        vision=both,
-        sample_ids=twice(inputs.sample_ids),
-        group_ids=twice(inputs.group_ids),
-        routing=inputs.routing and [*inputs.routing, *[None] * count],  # hidden images may go another way
-    )
+    routing = inputs.routing and [*inputs.routing, *[None] * count]  # hidden images may go another way
+    return replace(with_again(inputs, [*range(count)]).to(inputs.sequences.device), vision=both, routing=routing)
 
 
 def halves(output: ActorOutput) -> tuple[ActorOutput, ActorOutput]:

@@ -30,14 +30,14 @@ from ... import __version__
 from ...config.registry import vlm_families
 from ...errors import ConfigError
 from ...experience.rollouts import ScoringRule
-from ...experience.types import ModelInputs
+from ...experience.types import ModelInputs, pad_rollouts
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
 from ...runtime.files import cache_root, parse_record, to_json, write_atomic
 from ...runtime.zero3_loading import reading_across
 from ..loading import Checkpoint
 from .actor import Actor
-from .families import VLMFamily, family_of_processor
+from .families import family_of_processor
 
 T = torch.Tensor
 
@@ -91,12 +91,6 @@ class Finding:
         return not self.error and self.difference <= self.bound
 
 
-def needs_proof(family: VLMFamily) -> bool:
-    """Whether no test of this package has shown the adapter to be right for this model type."""
-    named = [entry for entry in vlm_families if family.config.model_type in entry.model_types]
-    return not named or not named[-1].shipped
-
-
 def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapping[str, Any]) -> str | None:
     """One line about what was found; None for a model type that this package's tests have proven.
 
@@ -113,7 +107,8 @@ def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapp
         ConfigError: where the adapter and the model's own class differ, with what to write.
     """
     family = actor.backbone.family
-    if not needs_proof(family):
+    named = [entry for entry in vlm_families if family.config.model_type in entry.model_types]
+    if named and named[-1].shipped:
         return None
     name = f"model type {family.config.model_type!r}, run by {type(family).__name__}"
     kept = cache_root() / "families" / f"{_key(actor, longest, model)}.json"
@@ -310,16 +305,10 @@ def _made_up(checkpoint: Checkpoint, name: str, text: str, images: list, actions
 
 def _padded(samples: Sequence[_Sample]) -> ModelInputs:
     """As experience is collated: prompts padded on their left, answers on their right. Padding is token 0, unread."""
-    before = max(len(each.ids) - each.actions for each in samples)
-    width = max(each.actions for each in samples)
-    ids, masks, actions = [], [], []
-    for each in samples:
-        pads = before - (len(each.ids) - each.actions), width - each.actions
-        ids.append(F.pad(each.ids, pads))
-        masks.append(F.pad(torch.ones_like(each.ids), pads))
-        actions.append(torch.arange(width) < each.actions)
+    prompts = [each.ids[: -each.actions].tolist() for each in samples]
+    answers = [each.ids[-each.actions :].tolist() for each in samples]
     vision = VisionTensors.gather(each.vision for each in samples)
-    return ModelInputs(torch.stack(ids), torch.stack(masks), torch.stack(actions), vision=vision)
+    return ModelInputs(*pad_rollouts(prompts, answers, 0), vision=vision)
 
 
 def _packed(samples: Sequence[_Sample]) -> ModelInputs:

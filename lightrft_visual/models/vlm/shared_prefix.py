@@ -8,7 +8,6 @@ it. The idea is that of Prefix Grouper (arXiv 2506.05433).
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +42,7 @@ class SharedSequence:
 
     columns: (tokens of the row) long, the place of each of them in the flattened (rows * S) inputs. indices: (rows * S)
     long, the inverse: where in the row the hidden state of each token is (0 for padding). lengths, continues: as in
-    `Segments`. vision: of each different prompt, with what stands behind it. saved: tokens of the samples that the row
-    does without.
+    `Segments`. vision: of each different prompt, with what stands behind it.
     """
 
     columns: T
@@ -52,7 +50,6 @@ class SharedSequence:
     lengths: list[int]
     continues: list[int | None]
     vision: VisionTensors
-    saved: int
 
     @classmethod
     def of(cls, inputs: ModelInputs) -> SharedSequence | None:
@@ -85,7 +82,6 @@ class SharedSequence:
             lengths=lengths,
             continues=continues,
             vision=VisionTensors(media),
-            saved=sum(each.stop - each.start for each in samples) - len(columns),
         )
 
     @classmethod
@@ -95,9 +91,8 @@ class SharedSequence:
         tokens, lengths = torch.cat(columns), [len(own) for own in columns]
         indices = torch.zeros(inputs.sequences.numel(), dtype=torch.long)
         indices[tokens] = torch.arange(len(tokens))
-        return cls(
-            to_device(tokens, device), to_device(indices, device), lengths, [None] * len(lengths), inputs.vision, 0
-        )
+        alone = [None] * len(lengths)
+        return cls(to_device(tokens, device), to_device(indices, device), lengths, alone, inputs.vision)
 
     def inputs(self, inputs: ModelInputs) -> ModelInputs:
         """What the model reads: the row in place of the samples."""
@@ -235,11 +230,11 @@ class _MediaOverRanks(SomeMedia):
             return None
         group = self.sliced.group
         self.shares: list[list[int]] = [[] for _ in range(group.size)]
-        loads = [(0, member) for member in range(group.size)]
+        loads = [0] * group.size
         for index in sorted(range(len(self.patches)), key=lambda index: -self.patches[index]):
-            load, member = loads[0]
+            member = loads.index(min(loads))
             self.shares[member].append(index)
-            heapq.heapreplace(loads, (load + self.patches[index], member))
+            loads[member] += self.patches[index]
         return self.shares[group.index] or [0]
 
     def whole(self, features: T, sizes: list[int]) -> T:

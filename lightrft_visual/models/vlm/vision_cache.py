@@ -7,6 +7,7 @@ features, so the copies are looked up instead of computed; their gradients add u
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -107,10 +108,7 @@ class SomeMedia:
         if isinstance(output, T):
             return self._of_all(output)
         for name, value in list(output.items()):
-            if isinstance(value, T):
-                output[name] = self._of_all(value)
-            elif isinstance(value, (list, tuple)):
-                output[name] = type(value)(self._of_all(each) for each in value)
+            output[name] = map_tensors(value, self._of_all)
         return output
 
     def _of_all(self, features: T) -> T:
@@ -233,38 +231,33 @@ class Drawing:
         """The inputs with a half without prompt behind them for each of the samples `drawn` (B) bool, and where in the
         flattened hidden states its actions are predicted from. They are put together on the host."""
         index, vision, device = drawn.nonzero().flatten().tolist(), inputs.vision, inputs.sequences.device
-        known = ModelInputs(**map_tensors(vars(replace(inputs, vision=VisionTensors())), on_host))
-        halves = self._packed(known, index) if known.is_packed else self._padded(known, index)
+        longer = with_again(inputs, index)
+        ids, lengths = longer.sequences.view(-1), longer.sample_lengths
+        actions = longer.num_actions or [longer.action_mask.shape[1]] * len(lengths)
+        for start, length, own in [*zip(accumulate(lengths, initial=0), lengths, actions)][len(drawn) :]:
+            prompt = slice(start, start + length - own)
+            ids[prompt] = self.without_prompt(ids[prompt])
         if len(vision) == len(drawn):
             vision = VisionTensors([*vision.samples, *({} for _ in index)])
-        ids = {name: _extended(getattr(known, name), index) for name in ("sample_ids", "group_ids")}
-        longer = replace(halves, action_mask=_extended(known.action_mask, index), **ids)
         further = longer.action_indices()[len(drawn) :][longer.action_mask[len(drawn) :]]
         return replace(longer.to(device), vision=vision), to_device(further, device)
 
-    def _padded(self, inputs: ModelInputs, index: list[int]) -> ModelInputs:
-        prompt = inputs.sequences.shape[1] - inputs.action_mask.shape[1]
-        own = inputs.sequences[index]
-        half = torch.cat([self.without_prompt(own[:, :prompt]), own[:, prompt:]], dim=1)
-        sequences = torch.cat([inputs.sequences, half])
-        return replace(inputs, sequences=sequences, attention_mask=_extended(inputs.attention_mask, index))
 
-    def _packed(self, inputs: ModelInputs, index: list[int]) -> ModelInputs:
-        lengths, actions = inputs.packed_seq_lens, inputs.num_actions
-        parts, masks, last = [inputs.sequences], [inputs.attention_mask], inputs.attention_mask[0, -1]
-        samples = inputs.sequences.split(lengths, dim=1)
-        for number, position in enumerate(index, start=1):
-            prompt = lengths[position] - actions[position]
-            parts += [self.without_prompt(samples[position][:, :prompt]), samples[position][:, prompt:]]
-            masks.append(torch.full_like(samples[position], last + number, dtype=inputs.attention_mask.dtype))
-        return replace(
-            inputs,
-            sequences=torch.cat(parts, dim=1),
-            attention_mask=torch.cat(masks, dim=1),
-            packed_seq_lens=[*lengths, *(lengths[position] for position in index)],
-            num_actions=[*actions, *(actions[position] for position in index)],
-        )
+def with_again(inputs: ModelInputs, index: list[int]) -> ModelInputs:
+    """The samples, and those at `index` once more behind them; on the host, without vision and records of experts."""
+    known = ModelInputs(**map_tensors(vars(replace(inputs, vision=VisionTensors(), routing=None)), on_host))
+    tokens = torch.arange(known.sequences.numel()).split(known.sample_lengths)
+    columns = torch.cat([tokens[number] for number in index])
+    rows, axis = (1, 1) if known.is_packed else (len(index), 0)
 
+    def again(values: Any) -> Any:
+        if isinstance(values, list):
+            return [*values, *(values[number] for number in index)]
+        return None if values is None else torch.cat([values, values[index]])
 
-def _extended(values: T | None, index: list[int]) -> T | None:
-    return None if values is None else torch.cat([values, values[index]])
+    def of_tokens(values: T) -> T:
+        return torch.cat([values, values.flatten()[columns].view(rows, -1)], dim=axis)
+
+    by_sample = ("action_mask", "packed_seq_lens", "num_actions", "sample_ids", "group_ids")
+    made = {name: again(getattr(known, name)) for name in by_sample}
+    return replace(known, sequences=of_tokens(known.sequences), attention_mask=of_tokens(known.attention_mask), **made)

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...rollout.weight_sync import BUCKET_BYTES, take_over
+from ...rollout.weight_sync import BUCKET_BYTES, take_over, whole_bytes
 from ...runtime.host_memory import in_buckets
 from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, Sampled, TrainedVelocity
@@ -128,15 +128,10 @@ class TrainedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
         trained = (each for each in self.policy.named_parameters() if each[1].requires_grad)
-        for bucket in in_buckets(trained, BUCKET_BYTES, _bytes):
+        for bucket in in_buckets(trained, BUCKET_BYTES, lambda named: whole_bytes(named[1:])):
             with gathered([parameter for _, parameter in bucket]):
                 for name, parameter in bucket:
                     yield name, parameter.detach()
-
-
-def _bytes(named: tuple[str, torch.nn.Parameter]) -> int:
-    """Of a parameter when it is whole."""
-    return getattr(named[1], "ds_numel", named[1].numel()) * named[1].element_size()
 
 
 class WorkerDrawing:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from huggingface_hub import try_to_load_from_cache
@@ -50,14 +50,7 @@ BOUNDED_IMAGES = ("qwen3_vl", "qwen3_5")  # how types of models begin whose boun
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
 
 
-class Checked(NamedTuple):
-    """What vLLM makes of arguments: whether its second model runner, whether transformers' code of the model."""
-
-    second_runner: bool
-    transformers: bool
-
-
-_CHECKED: dict[str, Checked] = {}
+_CHECKED: dict[str, tuple[bool, bool]] = {}
 
 
 @dataclass
@@ -229,9 +222,9 @@ def _check_folder(model: str) -> None:
         raise ConfigError(f"model folder {folder}: vLLM reads consolidated.safetensors beside the others: take it out")
 
 
-def checked(arguments: dict[str, Any]) -> Checked:
-    """Runs all of vLLM's own checks: ConfigError with what they say. They take a second; of the same arguments they are
-    run once.
+def checked(arguments: dict[str, Any]) -> tuple[bool, bool]:
+    """(whether vLLM takes its second model runner, whether transformers' code of the model). Runs all of vLLM's own
+    checks: ConfigError with what they say. They take a second; of the same arguments they are run once.
 
     The arguments come without our sampling rules, whose kind depends on the answer. A vLLM whose second runner knows no
     rules (0.26) takes the first one once it is given some.
@@ -252,7 +245,7 @@ def checked(arguments: dict[str, Any]) -> Checked:
             hint = "; without that: --routing_replay old, or --engine_type hf" if asked else ""
             raise ConfigError(f"vLLM refuses this engine: {error}{hint}") from error
         second = config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
-        _CHECKED[key] = Checked(second, config.model_config.using_transformers_backend())
+        _CHECKED[key] = second, config.model_config.using_transformers_backend()
     return _CHECKED[key]
 
 

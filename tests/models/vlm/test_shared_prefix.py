@@ -63,7 +63,6 @@ def test_a_row_holds_each_prompt_and_its_media_once(root, packed):
     ]
     ids = row.select(inputs.sequences).squeeze(0)
     assert [part.tolist() for part in ids.split(row.lengths)] == sum(wanted, [])
-    assert row.saved == sum(len(prompt.token_ids) for prompt in prompts.values())
     assert [id(own) for own in row.vision.samples] == [id(p.vision.samples[0]) for p in prompts.values()]
     heads = {index for index, of in enumerate(row.continues) if of is None}
     assert len(heads) == len(prompts) and {of for of in row.continues if of is not None} == heads

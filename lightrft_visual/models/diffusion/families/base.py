@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
 from torch import nn
 
 from ....config.diffusion import LORA, DiffusionRunConfig, lora_folders
@@ -213,7 +213,8 @@ class DiffusionFamily(ABC):
         positive = {key: value for key, value in conditions.items() if not key.startswith(NEGATIVE)}
         if guidance_scale <= 1 or len(positive) == len(conditions):
             return self.predict(latents, timesteps, positive, guidance_scale)
-        both = {key: _stack(conditions, key) for key in positive}
+        # Conditions without a negative (a first frame) serve both.
+        both = {key: joined([conditions.get(NEGATIVE + key, value), value]) for key, value in positive.items()}
         twice = self.predict(torch.cat([latents] * 2), joined([timesteps] * 2), both, guidance_scale)
         without, with_prompt = twice.chunk(2)
         scale = self.guidance_at(timesteps, guidance_scale)
@@ -443,12 +444,6 @@ def join_lora(pipeline: Any, folder: Path) -> None:
         pipeline.unload_lora_weights()
 
 
-def _stack(conditions: Conditions, key: str) -> T:
-    """Negative and positive rows of one condition; conditions without a negative (a first frame) serve both."""
-    positive = conditions[key]
-    return joined([conditions.get(NEGATIVE + key, positive), positive])
-
-
 def by_kind(
     kinds: Sequence[Hashable],
     network: nn.Module,
@@ -485,9 +480,7 @@ def by_kind(
 
 def pack(latents: T) -> T:
     """(B, C, h, w) to tokens (B, h/2 * w/2, 4 C) of two by two patches, as FLUX and Qwen-Image read them."""
-    count, channels, height, width = latents.shape
-    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(count, height * width // 4, channels * 4)
+    return FluxPipeline._pack_latents(latents, *latents.shape)
 
 
 def unpack(tokens: T, height: int, width: int) -> T:
@@ -497,9 +490,7 @@ def unpack(tokens: T, height: int, width: int) -> T:
         tokens: (B, h/2 * w/2, 4 C).
         height, width: h and w of the latents.
     """
-    count, _, channels = tokens.shape
-    patches = tokens.reshape(count, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(count, channels // 4, height, width)
+    return FluxPipeline._unpack_latents(tokens, height, width, vae_scale_factor=1)
 
 
 def channel_statistics(vae: nn.Module, like: T) -> tuple[T, T]:

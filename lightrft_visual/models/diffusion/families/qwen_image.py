@@ -31,7 +31,7 @@ class QwenImage(PackedLatents):
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
-        return self._encoded(prompts, max_sequence_length=self.text_length)
+        return self._encoded(prompts, **({"max_sequence_length": self.text_length} if self.text_length else {}))
 
     def _encoded(self, prompts: list[str], **asked: Any) -> Conditions:
         context, mask, *_ = self.pipeline.encode_prompt(prompts, device=self.device, **asked)

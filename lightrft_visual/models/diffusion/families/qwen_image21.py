@@ -33,10 +33,6 @@ class QwenImage21(QwenImage):
         super().check(config)
         spatial_latent(config.sampling.height, config.sampling.width, SCALE, 2 * SCALE)
 
-    def encode_prompts(self, prompts: list[str]) -> Conditions:
-        """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
-        return self._encoded(prompts)
-
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
         return by_kind(

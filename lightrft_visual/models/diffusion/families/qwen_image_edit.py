@@ -29,8 +29,8 @@ class QwenImageEdit(SourceTokens, QwenImage):
 
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""
-        (image,) = images
-        return self._encoded([prompt], image=self._scaled(image, self._area(self.read_pixels)))
+        area = self._area(self.read_pixels)
+        return self._encoded([prompt], image=[self._scaled(image, area) for image in images])
 
     def _encoded(self, prompts: list[str], **asked: Any) -> Conditions:
         mark = self.pipeline.processor.image_token
@@ -57,8 +57,3 @@ class QwenImageEditPlus(QwenImageEdit):
 
     most_source_images = 3  # as many as the checkpoints were trained with
     read_pixels = READ_PIXELS
-
-    def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
-        """context (1, L, D) and mask (1, L) of the text with its images."""
-        area = self._area(self.read_pixels)
-        return self._encoded([prompt], image=[self._scaled(image, area) for image in images])

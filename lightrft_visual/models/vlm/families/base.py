@@ -163,22 +163,10 @@ class VLMFamily(MediaConventions):
             return f"attn_implementation {attn_implementation} does not take segments"
         return None
 
-    def shares_prompts(self, wanted: bool | None, several: bool, attn_implementation: str) -> bool:
-        """Whether a run computes the prompt of a group once.
-
-        Args:
-            wanted: what it asks for; None: where it can be done in all layers.
-            several: whether groups have several samples.
-            attn_implementation: setting of the run.
-        """
-        if wanted is not None:
-            return wanted
+    def shares_prompts(self, several: bool, attn_implementation: str) -> bool:
+        """Whether a run that does not say so computes the prompt of a group once: where it can be done in all layers.
+        several: whether groups have several samples."""
         return several and not self.carries_state and self.sharing_refused(attn_implementation) is None
-
-    def able_to_share(self, wanted: bool | None, attn_implementation: str) -> bool:
-        """The same of a critic or a teacher, which may be of another type than the policy that `wanted` was settled
-        for: it then computes each sample's prompt anew."""
-        return bool(wanted) and self.sharing_refused(attn_implementation) is None
 
     def token_types(self, ids: T) -> T:
         """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
@@ -193,17 +181,9 @@ class VLMFamily(MediaConventions):
 
         Raises DataError, naming the sample, when media and placeholders do not match.
         """
-        self.check_features(inputs, types)
-        return text_positions(inputs)
-
-    def check_features(self, inputs: ModelInputs, types: T) -> None:
-        """Where a sample's features can be counted before they are computed.
-
-        Raises DataError, naming the sample, where placeholders and features are not equally many.
-        """
         features = [self.feature_count(sample) for sample in inputs.vision.samples]
-        if not self.vision or None in features:
-            return
+        if not self.vision or None in features:  # they cannot be counted before they are computed
+            return text_positions(inputs)
         images = on_host(types).flatten() == 1
         wanted = [int(images[tokens].sum()) for tokens in real_tokens(inputs)]
         if len(features) != len(wanted):  # they came joined: only the sums can be compared
@@ -211,6 +191,7 @@ class VLMFamily(MediaConventions):
         for index, (have, get) in enumerate(zip(wanted, features)):
             if have != get:
                 raise DataError(f"{name_of(inputs, index)} has {have} image tokens, its images have {get} features")
+        return text_positions(inputs)
 
     def feature_count(self, sample: Mapping[str, T]) -> int | None:
         """Tokens that the images of a sample's tensors take; None where the family does not say it here."""

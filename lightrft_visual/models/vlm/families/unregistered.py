@@ -84,14 +84,11 @@ class Unregistered(VLMFamily):
     def check_processor(self, processor: ProcessorMixin) -> None:
         """Raise ConfigError where the processor gives what the model's forward takes and the adapter does not pass."""
         given = set(processor.model_input_names) - _PASSED - {*self.tensors, *_TYPES}
-        # A class from outside transformers is not there yet.
-        extra = {name for name in given & self.taken if not self.others(name)} if self.taken else given
+        # Of media that no prompt holds; a class from outside transformers is not there yet.
+        others = {name for name in given if "video" in name or name.startswith("input_features")}
+        extra = given & self.taken - others if self.taken else given
         _refuse(self.config, [f"inputs of its processor: {', '.join(sorted(extra))}"] if extra else [])
         super().check_processor(processor)
-
-    def others(self, name: str) -> bool:
-        """Whether an input is of media that no prompt holds."""
-        return "video" in name or name.startswith("input_features")
 
     def feature_count(self, sample: Mapping[str, T]) -> int | None:
         """The model counts by itself: an image may take any number of rows, and a row any number of tokens."""
