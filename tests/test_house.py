@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2704, "experience": 3158, "config": 5071, "runtime": 6088, "data": 3646,
-    "models": 6093, "rollout": 5438, "rewards": 4477, "algorithms": 1818, "trainer": 7736, "observe": 3609,
+    "models": 6009, "rollout": 5384, "rewards": 4477, "algorithms": 1818, "trainer": 7737, "observe": 3609,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
