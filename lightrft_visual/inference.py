@@ -289,10 +289,15 @@ def _without_idle(run: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
     engine = asked.get("engine_type") not in (None, (run.get("rollout") or {}).get("engine_type"))
     plain = str(asked.get("apply_chat_template")).lower() in FALSE_WORDS
     idle = {"rollout": OF_ENGINES if engine else (), "data": ("system_prompt", "chat_template_kwargs") if plain else ()}
-    return {
+    found = {
         name: {k: v for k, v in section.items() if k not in idle[name]} if section and name in idle else section
         for name, section in run.items()
     }
+    if emptied := [name for name in ("environment", "tools") if name in asked and not asked[name]]:
+        episodes = (found.get("episodes") or {}) | dict.fromkeys(emptied)
+        talks = any(asked.get(name) or episodes.get(name) for name in ("environment", "tools"))
+        found["episodes"] = episodes if talks else None
+    return found
 
 
 def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any, TypedDict
 
 StrPath = str | PathLike[str]
+Code = StrPath | Callable[..., Any]
 
 class VLSettings(TypedDict, total=False):
     pretrain: StrPath
@@ -166,10 +167,6 @@ class VLSettings(TypedDict, total=False):
     """steps between measurements of what depends on the image; 0: none. Default: 10."""
     parity_tolerance: float | None
     """default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8."""
-    environment: StrPath | Callable[..., Any] | None
-    """what answers the model: a name, or path.py:Class."""
-    tools: StrPath | Callable[..., Any] | Sequence[StrPath | Callable[..., Any]] | None
-    """functions that the model may call: path.py:name, several comma-separated."""
     max_turns: int
     """responses of an episode. Default: 8."""
     max_episode_tokens: int | None
@@ -545,7 +542,7 @@ class VLSettings(TypedDict, total=False):
     """load_checkpoint."""
     per_device_train_batch_size: int
     """micro_train_batch_size."""
-    environment_factory: StrPath | Callable[..., Any] | None
+    environment_factory: Code | None
     """environment."""
 
 class DiffusionSettings(TypedDict, total=False):

@@ -230,6 +230,18 @@ def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_g
     assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
 
 
+@pytest.mark.parametrize("environment", [None, ""])
+def test_a_checkpoint_whose_episodes_are_asked_to_be_none_answers_without_their_settings(tmp_path, environment):
+    more = {"max_turns": 3, "observation_max_tokens": 7, "output_dir": tmp_path}
+    (tmp_path / "mine.py").write_text("def crop(): ...")
+    tools = f"{tmp_path}/mine.py:crop"
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, environment=dict, tools=tools, **more))
+    assert configured(checkpoint).episodes.environment
+    kept = configured(checkpoint, environment=environment).episodes
+    assert kept.environment is None and (kept.tools, kept.max_turns) == (tools, 3)
+    assert not configured(checkpoint, environment=environment, tools=[]).episodes.used
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_model_beside_checkpoints_is_no_model_of_the_run_but_its_export_is(tmp_path, own):
     """By whatever name."""
