@@ -267,7 +267,7 @@ class VLSettings(TypedDict, total=False):
     entropy_coef_max: float
     """and its upper end; the lower one is 0. Default: 0.005."""
     high_entropy_token_ratio: float
-    """top share of tokens by entropy (2506.01939). Default: 1.0."""
+    """top share of tokens by entropy (2506.01939); 0: all. Default: 1.0."""
     cpgd_alpha: float
     """weight of the policy-drift term of the cpgd loss. Default: 0.0."""
     vespo_k_pos: float
