@@ -22,7 +22,9 @@ from .config import registry
 from .config.command_line import FALSE_WORDS
 from .config.diffusion import PARTS, lora_folders
 from .config.idle import OF_ENGINES
-from .config.recipes import SUFFIXES, load_plugins
+from .config.leaves import names_of
+from .config.load import CONFIG_DIRS
+from .config.recipes import SUFFIXES, LayerReader, load_plugins
 from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
@@ -262,6 +264,8 @@ def _configured(
         suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
+        for each in recipes[1:]:
+            _check_suite(each, checkpoint, kind.root.schema)
         base = checkpoint.base if checkpoint.resumable else None
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
@@ -282,6 +286,14 @@ def _configured(
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
         yield trainer.config
+
+
+def _check_suite(recipe: str, checkpoint: Checkpoint, schema: type) -> None:
+    """Raise ConfigError where it has settings of the other kind of model."""
+    others = "rollout." if checkpoint.draws else "sampling."
+    if any(each.name.startswith(others) for each in LayerReader(names_of(schema), CONFIG_DIRS).read(recipe)):
+        kinds = ("answer", "draws") if checkpoint.draws else ("draw", "answers")
+        raise ConfigError(f"{recipe} is of models that {kinds[0]}, and that of {checkpoint.path} {kinds[1]}")
 
 
 def _without_idle(run: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

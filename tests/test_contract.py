@@ -59,7 +59,8 @@ SIGNATURES = {
     ("data.validation", "validation_shard_indices"): ("num_prompts", "rank", "world_size"),
     ("rollout.diffusion_sampler", "DiffusionSampler.sample"): ("self", "model", "batch", "generator"),
     **{("api", name): (
-        "model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "callbacks", "environment", "tools",
+        "model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "callbacks", "environment",
+        "tools",
     ) for name in PUBLIC if name.endswith("Trainer") and name != "SFTTrainer"},
 }  # fmt: skip
 ITEM = (

@@ -230,6 +230,18 @@ def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_g
     assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
 
 
+@pytest.mark.parametrize(
+    "kind,suite,told",
+    [(GRPOTrainer, "ocr", "models that draw"), (FlowGRPOTrainer, "geometry3k_verl", "models that answer")],
+)
+def test_a_suite_of_the_other_kind_of_model_is_refused_as_such(tmp_path, kind, suite, told):
+    checkpoint = left_by(
+        kind("org/model", SCORER[kind is FlowGRPOTrainer], prompt_data="org/rows", output_dir=tmp_path)
+    )
+    with pytest.raises(ConfigError, match=f"^suite/{suite} is of {told}"):
+        inference._configured(checkpoint, None, None, {}, suite).__enter__()
+
+
 @pytest.mark.parametrize("environment", [None, ""])
 def test_a_checkpoint_whose_episodes_are_asked_to_be_none_answers_without_their_settings(tmp_path, environment):
     more = {"max_turns": 3, "observation_max_tokens": 7, "output_dir": tmp_path}
