@@ -178,6 +178,12 @@ class VLSettings(TypedDict, total=False):
     on_environment_error: str
     """mask | end | stop; mask: the sample teaches nothing; end: the episode ends with what it has; stop: the
     run ends. Default: 'mask'."""
+    on_turn_limit: str
+    """truncate | end | invalid; an episode that reaches max_turns: truncate: it is cut off; end: it is
+    finished; invalid: it teaches nothing. Default: 'truncate'."""
+    on_token_limit: str
+    """truncate | end | invalid; likewise one with an answer of generate_max_len, or max_episode_tokens.
+    Default: 'truncate'."""
     turn_gamma: float
     """discount of a reward by each turn before it. Default: 1.0."""
     observation_max_tokens: int | None

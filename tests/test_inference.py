@@ -46,7 +46,7 @@ def configured(checkpoint, rows=ROWS, rewards=None, **settings):
 # What stands beside a setting that cannot stand alone, and values of those of which none can be made up.
 RECIPE = "{'*': [[rule, exact, 1.0]]}"
 EPISODES = ("tools", "max_turns", "max_episode_tokens", "env_timeout", "max_environments", "on_environment_error",
-            "turn_gamma", "observation_max_tokens")  # fmt: skip
+            "on_turn_limit", "on_token_limit", "turn_gamma", "observation_max_tokens")  # fmt: skip
 BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
     "target_parameters": {"lora_rank": 8}, "noisy_rollout_strength": {"noisy_rollout_share": 0.5},
     "engine_quantization": {"tis_mode": "token"}, "engine_kv_cache_dtype": {"tis_mode": "token"},

@@ -29,6 +29,7 @@ SETTINGS = {
     ),
     "episodes": (
         "environment", "tools", "max_turns", "max_episode_tokens", "observation_max_tokens", "on_environment_error",
+        "on_turn_limit", "on_token_limit",
     ),
     "output": ("eval_samples_per_prompt", "eval_ema"),
     "guard": ("gold_recipe", "gold_fn"),
