@@ -286,19 +286,19 @@ class _Round:
             result = future.result()
             turn.reward, turn.info = result.reward or 0.0, result.info
             conversation.episode.rewarded |= result.reward is not None
-            limit = "on_token_limit" if conversation.truncated else None
+            limit = ("tokens", limits.on_token_limit) if conversation.truncated else None
             if not result.done and limit is None:
                 if conversation.turns >= limits.max_turns:
-                    limit = "on_turn_limit"
+                    limit = ("turns", limits.on_turn_limit)
                 elif not self._observed(conversation, result.observation):
-                    limit = "on_token_limit"
+                    limit = ("tokens", limits.on_token_limit)
         except EnvironmentFailure as error:
             self._failed(key, error)
             return
         if limit is not None:
-            policy = getattr(limits, limit)
+            what, policy = limit
             conversation.truncated, conversation.episode.failed = policy != "end", policy == "invalid"
-            conversation.episode.failure = f"it reached a limit ({limit} invalid)" if policy == "invalid" else None
+            conversation.episode.failure = f"it reached its limit of {what}" if policy == "invalid" else None
         if result.done or limit is not None:
             self._over(key)
 

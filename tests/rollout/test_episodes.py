@@ -309,7 +309,7 @@ def test_an_episode_at_a_limit_is_what_the_limits_own_setting_says(
     made = stage_of(rig, Endless, limits=limits).generate(batch_of([1]), settings)
     ended = [each for each in made if limit == "token" or each.token_ids[-1] in rig.checkpoint.eos_ids]
     assert ended and all(each.truncated == cut and each.valid == valid for each in ended)
-    told = None if valid else f"it reached a limit (on_{limit}_limit invalid)"
+    told = None if valid else f"it reached its limit of {limit}s"
     assert {each.episode.failure for each in ended} == {told}
 
 
