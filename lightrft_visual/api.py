@@ -52,7 +52,7 @@ from .runtime.presence import ranks_on_host
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from .settings import DiffusionSettings, SFTSettings, StrPath, VLSettings
+    from .settings import Code, DiffusionSettings, SFTSettings, StrPath, VLSettings
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ class _Trainer:
         processing_class: processor (or tokenizer) of a loaded model; `model=(model, processor)` says the same.
         reward_weights: of several `reward_funcs`, in their order; default: 1 each.
         callbacks: `StepHook`s.
+        environment: what answers the model over several turns: `path.py:Class`, a class, or a function that makes one.
+        tools: functions that the model may call, also as `path.py:name`.
         config: recipes by name or path, below the settings.
-        **settings: every setting of the run by its name. `environment` also takes a class, or a function that makes
-            one, `tools` a list of functions.
+        **settings: every setting of the run by its name.
 
     Raises:
         ConfigError: for a setting that does not exist, with the nearest name, and for whatever cannot work.
@@ -123,6 +124,8 @@ class _Trainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         callbacks: Sequence[Any] = (),
+        environment: Any = None,
+        tools: Any = None,
         *,
         reward_weights: Sequence[float] | None = None,
         config: StrPath | Sequence[StrPath] = (),
@@ -136,6 +139,9 @@ class _Trainer:
         self._measured: list[dict[str, float]] = []  # evaluations of what `fit` trained, in this process
         self._closed = False
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
+        talks = names_of(self.root.schema).knows("environment")
+        episodes = {"environment": environment, "tools": tools}
+        settings |= {name: each for name, each in episodes.items() if each is not None and (talks or each)}
         with names_given() as self._given:
             said = by_path(settings, self.root.schema)
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, said)
@@ -273,7 +279,8 @@ class GRPOTrainer(_Trainer):
 
         def __init__(
             self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
-            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: StrPath | Sequence[StrPath] = (),
+            processing_class: Any = None, callbacks: Sequence[Any] = (), environment: Code | None = None,
+            tools: Code | Sequence[Code] | None = None, *, config: StrPath | Sequence[StrPath] = (),
             reward_weights: Sequence[float] | None = None, **settings: Unpack[VLSettings],
         ) -> None: ...  # fmt: skip
 
@@ -321,7 +328,8 @@ class FlowGRPOTrainer(_Trainer):
 
         def __init__(
             self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
-            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: StrPath | Sequence[StrPath] = (),
+            processing_class: Any = None, callbacks: Sequence[Any] = (), environment: None = None,
+            tools: Sequence[Any] | None = None, *, config: StrPath | Sequence[StrPath] = (),
             reward_weights: Sequence[float] | None = None, **settings: Unpack[DiffusionSettings],
         ) -> None: ...  # fmt: skip
 
@@ -374,6 +382,7 @@ def _shown(kind: type[_Trainer]) -> None:
     own = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=leaf.default, annotation=leaf.type_name)
         for name, leaf in names.items()
+        if name not in {each.name for each in given}
     ]
     kind.__signature__ = inspect.Signature([*given, *own])  # type: ignore[attr-defined]
     told = "\n".join(f"    {name}: {leaf.help or leaf.section}" for name, leaf in names.items())

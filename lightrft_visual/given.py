@@ -70,11 +70,13 @@ def is_given(text: Any) -> bool:
     return isinstance(text, str) and text.startswith(PREFIX)
 
 
-def given(text: str) -> Any:
-    """The object. Raises ConfigError where this process was not given it: such as for a configuration of another."""
+def given(text: str, otherwise: str = "") -> Any:
+    """The object. Raises ConfigError where this process was not given it: such as for a configuration of another.
+    otherwise: what else its message advises."""
     name = text.removeprefix(PREFIX)
     if name not in _objects:
-        raise ConfigError(f"{text} is an object of another program, or of a trainer that is closed: give it again")
+        told = f"{text} is an object of another program, or of a trainer that is closed: give it again"
+        raise ConfigError(told + otherwise)
     return _objects[name]
 
 

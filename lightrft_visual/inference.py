@@ -22,7 +22,9 @@ from .config import registry
 from .config.command_line import FALSE_WORDS
 from .config.diffusion import PARTS, lora_folders
 from .config.idle import OF_ENGINES
-from .config.recipes import SUFFIXES, load_plugins
+from .config.leaves import names_of
+from .config.load import CONFIG_DIRS
+from .config.recipes import SUFFIXES, LayerReader, load_plugins
 from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
@@ -262,6 +264,8 @@ def _configured(
         suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
+        for each in recipes[1:]:
+            _check_suite(each, checkpoint, kind.root.schema)
         base = checkpoint.base if checkpoint.resumable else None
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
@@ -284,15 +288,28 @@ def _configured(
         yield trainer.config
 
 
+def _check_suite(recipe: str, checkpoint: Checkpoint, schema: type) -> None:
+    """Raise ConfigError where it has settings of the other kind of model."""
+    others = "rollout." if checkpoint.draws else "sampling."
+    if any(each.name.startswith(others) for each in LayerReader(names_of(schema), CONFIG_DIRS).read(recipe)):
+        kinds = ("answer", "draws") if checkpoint.draws else ("draw", "answers")
+        raise ConfigError(f"{recipe} is of models that {kinds[0]}, and that of {checkpoint.path} {kinds[1]}")
+
+
 def _without_idle(run: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a run without what nothing reads beside the settings `asked` for."""
     engine = asked.get("engine_type") not in (None, (run.get("rollout") or {}).get("engine_type"))
     plain = str(asked.get("apply_chat_template")).lower() in FALSE_WORDS
     idle = {"rollout": OF_ENGINES if engine else (), "data": ("system_prompt", "chat_template_kwargs") if plain else ()}
-    return {
+    found = {
         name: {k: v for k, v in section.items() if k not in idle[name]} if section and name in idle else section
         for name, section in run.items()
     }
+    if emptied := [name for name in ("environment", "tools") if name in asked and not asked[name]]:
+        episodes = (found.get("episodes") or {}) | dict.fromkeys(emptied)
+        talks = any(asked.get(name) or episodes.get(name) for name in ("environment", "tools"))
+        found["episodes"] = episodes if talks else None
+    return found
 
 
 def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:

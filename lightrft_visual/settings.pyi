@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any, TypedDict
 
 StrPath = str | PathLike[str]
+Code = StrPath | Callable[..., Any]
 
 class VLSettings(TypedDict, total=False):
     pretrain: StrPath
@@ -166,10 +167,6 @@ class VLSettings(TypedDict, total=False):
     """steps between measurements of what depends on the image; 0: none. Default: 10."""
     parity_tolerance: float | None
     """default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8."""
-    environment: StrPath | Callable[..., Any] | None
-    """what answers the model: a name, or path.py:Class."""
-    tools: StrPath | Callable[..., Any] | Sequence[StrPath | Callable[..., Any]] | None
-    """functions that the model may call: path.py:name, several comma-separated."""
     max_turns: int
     """responses of an episode. Default: 8."""
     max_episode_tokens: int | None
@@ -181,6 +178,12 @@ class VLSettings(TypedDict, total=False):
     on_environment_error: str
     """mask | end | stop; mask: the sample teaches nothing; end: the episode ends with what it has; stop: the
     run ends. Default: 'mask'."""
+    on_turn_limit: str
+    """truncate | end | invalid; an episode that reaches max_turns: truncate: it is cut off; end: it is
+    finished; invalid: it teaches nothing. Default: 'truncate'."""
+    on_token_limit: str
+    """truncate | end | invalid; likewise one with an answer of generate_max_len, or max_episode_tokens.
+    Default: 'truncate'."""
     turn_gamma: float
     """discount of a reward by each turn before it. Default: 1.0."""
     observation_max_tokens: int | None
@@ -270,7 +273,7 @@ class VLSettings(TypedDict, total=False):
     entropy_coef_max: float
     """and its upper end; the lower one is 0. Default: 0.005."""
     high_entropy_token_ratio: float
-    """top share of tokens by entropy (2506.01939). Default: 1.0."""
+    """top share of tokens by entropy (2506.01939); 0: all. Default: 1.0."""
     cpgd_alpha: float
     """weight of the policy-drift term of the cpgd loss. Default: 0.0."""
     vespo_k_pos: float
@@ -545,7 +548,7 @@ class VLSettings(TypedDict, total=False):
     """load_checkpoint."""
     per_device_train_batch_size: int
     """micro_train_batch_size."""
-    environment_factory: StrPath | Callable[..., Any] | None
+    environment_factory: Code | None
     """environment."""
 
 class DiffusionSettings(TypedDict, total=False):

@@ -19,11 +19,12 @@ from os import PathLike
 from typing import Any, TypedDict
 
 StrPath = str | PathLike[str]
+Code = StrPath | Callable[..., Any]
 '''
-CODE = "StrPath | Callable[..., Any]"
+ARGUMENTS = ("environment", "tools")  # of the trainers themselves
 # What stands in the place of text.
 OBJECTS = {
-    "environment": CODE, "tools": f"{CODE} | Sequence[{CODE}]", "prompt_data_probs": "str | Sequence[float]",
+    "environment": "Code", "prompt_data_probs": "str | Sequence[float]",
     **dict.fromkeys(ROWS, "Any"),
 }  # fmt: skip
 ALIASES = (*OWN.aliases, "environment_factory")  # those of other systems are a plug-in's
@@ -41,7 +42,7 @@ def text() -> str:
 
 def _of(name: str, schema: type) -> str:
     names = names_of(schema)
-    leaves = {leaf.name: leaf for leaf in names.leaves.values()}
+    leaves = {leaf.name: leaf for leaf in names.leaves.values() if leaf.name not in ARGUMENTS}
     paths = names.aliases | {"environment_factory": ("episodes.environment",)}
     aliases = {each: names.leaves.get(paths[each][0]) for each in ALIASES if len(paths.get(each, ())) == 1}
     entries = [_entry(leaf.name, leaf, told(leaf)) for leaf in leaves.values()]

@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from lightrft_visual import GRPOTrainer, evaluate
+from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, SFTTrainer, evaluate
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
@@ -83,6 +83,19 @@ def test_run_with_an_environment_from_python_is_evaluated_with_its_settings(tmp_
 def test_environment_factory_is_environment_as_trl_calls_it_and_tools_are_functions():
     assert GRPOTrainer("embedded", environment_factory=Twice).config.episodes.environment.endswith("Twice")
     assert GRPOTrainer("embedded", tools=[enlarge]).config.episodes.tools.endswith("enlarge")
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, FlowGRPOTrainer, SFTTrainer])
+def test_no_environment_and_no_tools_are_taken_by_trainers_without_episodes_too(kind):
+    assert kind("embedded", environment=None, tools=()).config
+    if kind is not GRPOTrainer:
+        with pytest.raises(ConfigError, match="unknown setting 'tools'"):
+            kind("embedded", tools=[enlarge])
+
+
+def test_environment_and_tools_are_also_given_by_position():
+    episodes = GRPOTrainer("org/model", "exact", ROWS, None, None, (), Twice, [enlarge]).config.episodes
+    assert episodes.environment.endswith("Twice") and episodes.tools.endswith("enlarge")
 
 
 @pytest.mark.parametrize("none", [[], (), ""])

@@ -58,6 +58,10 @@ SIGNATURES = {
     ),
     ("data.validation", "validation_shard_indices"): ("num_prompts", "rank", "world_size"),
     ("rollout.diffusion_sampler", "DiffusionSampler.sample"): ("self", "model", "batch", "generator"),
+    **{("api", name): (
+        "model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "callbacks", "environment",
+        "tools",
+    ) for name in PUBLIC if name.endswith("Trainer") and name != "SFTTrainer"},
 }  # fmt: skip
 ITEM = (
     "sequences", "action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "attention_mask",

@@ -46,7 +46,7 @@ def configured(checkpoint, rows=ROWS, rewards=None, **settings):
 # What stands beside a setting that cannot stand alone, and values of those of which none can be made up.
 RECIPE = "{'*': [[rule, exact, 1.0]]}"
 EPISODES = ("tools", "max_turns", "max_episode_tokens", "env_timeout", "max_environments", "on_environment_error",
-            "turn_gamma", "observation_max_tokens")  # fmt: skip
+            "on_turn_limit", "on_token_limit", "turn_gamma", "observation_max_tokens")  # fmt: skip
 BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
     "target_parameters": {"lora_rank": 8}, "noisy_rollout_strength": {"noisy_rollout_share": 0.5},
     "engine_quantization": {"tis_mode": "token"}, "engine_kv_cache_dtype": {"tis_mode": "token"},
@@ -228,6 +228,30 @@ def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_g
     recipe = json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b")})
     trainer = GRPOTrainer("org/model", "exact", ROWS, eval_data="org/held", gold_recipe=recipe, output_dir=tmp_path)
     assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
+
+
+@pytest.mark.parametrize(
+    "kind,suite,told",
+    [(GRPOTrainer, "ocr", "models that draw"), (FlowGRPOTrainer, "geometry3k_verl", "models that answer")],
+)
+def test_a_suite_of_the_other_kind_of_model_is_refused_as_such(tmp_path, kind, suite, told):
+    checkpoint = left_by(
+        kind("org/model", SCORER[kind is FlowGRPOTrainer], prompt_data="org/rows", output_dir=tmp_path)
+    )
+    with pytest.raises(ConfigError, match=f"^suite/{suite} is of {told}"):
+        inference._configured(checkpoint, None, None, {}, suite).__enter__()
+
+
+@pytest.mark.parametrize("environment", [None, ""])
+def test_a_checkpoint_whose_episodes_are_asked_to_be_none_answers_without_their_settings(tmp_path, environment):
+    more = {"max_turns": 3, "observation_max_tokens": 7, "output_dir": tmp_path}
+    (tmp_path / "mine.py").write_text("def crop(): ...")
+    tools = f"{tmp_path}/mine.py:crop"
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, environment=dict, tools=tools, **more))
+    assert configured(checkpoint).episodes.environment
+    kept = configured(checkpoint, environment=environment).episodes
+    assert kept.environment is None and (kept.tools, kept.max_turns) == (tools, 3)
+    assert not configured(checkpoint, environment=environment, tools=[]).episodes.used
 
 
 @pytest.mark.parametrize("own", [False, True])

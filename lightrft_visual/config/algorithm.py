@@ -1,6 +1,6 @@
 """The section of a diffusion run's configuration that says what is optimised; see diffusion.py for the others."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from . import kinds, registry
@@ -17,6 +17,7 @@ from .constraints import (
     within,
 )
 
+TokenShare = replace(within("[0, 1]"), meaning=lambda share: share or 1.0)
 DualClip = Constraint(lambda value: value > 1, "it must be larger than 1")
 
 
@@ -45,7 +46,7 @@ class AlgorithmConfig(Section):
     entropy_target: PositiveFloat | None = None  # nats; set: entropy_coef moves so that the entropy stays above it
     entropy_coef_step: PositiveFloat = 1e-4  # by which it moves each step, for entropy_target
     entropy_coef_max: PositiveFloat = 5e-3  # and its upper end; the lower one is 0
-    high_entropy_token_ratio: Annotated[float, within("(0, 1]")] = 1.0  # top share of tokens by entropy (2506.01939)
+    high_entropy_token_ratio: Annotated[float, TokenShare] = 1.0  # top share of tokens by entropy (2506.01939); 0: all
     cpgd_alpha: NonNegativeFloat = 0.0  # weight of the policy-drift term of the cpgd loss
     vespo_k_pos: PositiveFloat = 2.0  # vespo's weight W^k exp(lambda (1 - W)), for positive advantages
     vespo_lambda_pos: PositiveFloat = 3.0  # decay of weights where advantages are positive

@@ -7,6 +7,8 @@ from ..given import PREFIX
 from . import registry
 from .constraints import PositiveFloat, PositiveInt, Section, not_usual, one_of, require, within
 
+AtLimit = Annotated[str, one_of("truncate", "end", "invalid")]
+
 
 @dataclass
 class EpisodeConfig(Section):
@@ -21,6 +23,9 @@ class EpisodeConfig(Section):
     max_environments: PositiveInt = 128  # that a rank or worker keeps at once, each in a process; more wait for room
     # mask: the sample teaches nothing; end: the episode ends with what it has; stop: the run ends
     on_environment_error: Annotated[str, one_of("mask", "end", "stop")] = "mask"
+    # an episode that reaches max_turns: truncate: it is cut off; end: it is finished; invalid: it teaches nothing
+    on_turn_limit: AtLimit = "truncate"
+    on_token_limit: AtLimit = "truncate"  # likewise one with an answer of generate_max_len, or max_episode_tokens
     turn_gamma: Annotated[float, within("(0, 1]")] = 1.0  # discount of a reward by each turn before it
     observation_max_tokens: PositiveInt | None = None  # longer text is cut in the middle; default: no limit of its own
 

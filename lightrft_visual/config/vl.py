@@ -108,6 +108,7 @@ class ModelConfig(Section):
 
     def check(self) -> None:
         """LoRA's scale, and what it adapts; attention that can be kept; one way to fewer kernels."""
+        self.critic_pretrain = self.critic_pretrain or None
         kept = self.gradient_checkpointing != ATTENTION or self.attn_implementation != "eager"
         require(not (self.compile and self.use_liger_kernel), "compile and use_liger_kernel do the same: leave one out")
         require(kept, "gradient_checkpointing attention keeps one operation's result, and eager attention has several")

@@ -27,9 +27,8 @@ SETTINGS = {
         "eval_data", "eval_split", "max_eval_samples", "data_format", "system_prompt", "apply_chat_template",
         "chat_template_kwargs", "min_pixels", "max_pixels",
     ),
-    "episodes": (
-        "environment", "tools", "max_turns", "max_episode_tokens", "observation_max_tokens", "on_environment_error",
-    ),
+    "episodes": ("environment", "tools", "max_turns", "max_episode_tokens", "observation_max_tokens",
+                 "on_environment_error", "on_turn_limit", "on_token_limit"),
     "output": ("eval_samples_per_prompt", "eval_ema"),
     "guard": ("gold_recipe", "gold_fn"),
 }  # fmt: skip

@@ -33,6 +33,7 @@ from ..data.forms import MEDIA
 from ..data.forms import ROLES as ROW_ROLES
 from ..data.media import Video
 from ..errors import ConfigError, LightRFTVisualError
+from ..given import given, is_given
 from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
 from ..runtime.usercode.loading import callable_name, each_file_once, load_reward_fn
 
@@ -360,6 +361,8 @@ def _arguments(name: str, made: Callable[..., Any], tools: list[Any]) -> tuple[d
 def _loaded(spec: str, what: str) -> Any:
     """The object of `path.py:name` or `python:name`."""
     spec = spec.strip()
+    if is_given(spec):
+        return given(spec, f", or {what} '' for none")
     if ":" not in spec:
         known = ", ".join(registry.environments.names()) or "none"
         raise ConfigError(f"{what} {spec!r}: write it as path.py:name, or name one of: {known}")

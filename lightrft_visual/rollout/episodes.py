@@ -38,7 +38,7 @@ from .multimodal import MultimodalDataProcessor
 Parser = Callable[[str], list[ToolCall]]
 NO_ROOM = (
     "the first observation of an episode leaves no room for another answer within max_episode_tokens (%d), "
-    "which counts its images too: the episode ends there, as cut off"
+    "which counts its images too: the episode ends there"
 )
 BEGIN_TOGETHER = 0.5  # seconds that the first requests wait for each other's resets
 
@@ -280,14 +280,20 @@ class _Round:
             result = future.result()
             turn.reward, turn.info = result.reward or 0.0, result.info
             conversation.episode.rewarded |= result.reward is not None
-            over = result.done or conversation.truncated or conversation.turns >= limits.max_turns
-            if not over:
-                over = not self._observed(conversation, result.observation)
-            conversation.truncated = conversation.truncated or (over and not result.done)
+            limit = ("tokens", limits.on_token_limit) if conversation.truncated else None
+            if not result.done and limit is None:
+                if conversation.turns >= limits.max_turns:
+                    limit = ("turns", limits.on_turn_limit)
+                elif not self._observed(conversation, result.observation):
+                    limit = ("tokens", limits.on_token_limit)
         except EnvironmentFailure as error:
             self._failed(key, error)
             return
-        if over:
+        if limit is not None:
+            what, policy = limit
+            conversation.truncated, conversation.episode.failed = policy != "end", policy == "invalid"
+            conversation.episode.failure = f"it reached its limit of {what}" if policy == "invalid" else None
+        if result.done or limit is not None:
             self._over(key)
 
     def _observed(self, conversation: Conversation, observation: Observation) -> bool:

@@ -171,6 +171,11 @@ def test_what_belongs_together_is_accepted():
     load("--advantage_estimator gae --critic_pretrain somewhere --tis_mode token --tis_mask")
 
 
+def test_defaults_of_lightrft_that_are_typed_out_mean_what_they_mean_there():
+    found = load("--high_entropy_token_ratio 0.0 --critic_pretrain= --reward_pretrain=")
+    assert found.algorithm.high_entropy_token_ratio == 1.0 and found.model.critic_pretrain is None
+
+
 @pytest.mark.parametrize(
     ("flags", "rate", "warmup"),
     [

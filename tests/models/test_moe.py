@@ -64,7 +64,7 @@ def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(mixture, input
     assert metrics["router_loss"] == pytest.approx(output.router_loss.item() / 4)
 
 
-def test_routers_of_a_model_in_bfloat16_compute_in_float32_and_those_that_choose_by_no_softmax_are_refused(
+def test_routers_of_a_model_in_bfloat16_have_their_softmax_in_float32_and_those_without_one_are_refused(
     mixture, inputs
 ):
     actor = actor_of(mixture, wrap=lambda model: model.bfloat16())

@@ -65,8 +65,8 @@ def rig_of(checkpoint: Checkpoint, size: int = 8) -> Rig:
     return hf_rig(checkpoint, size, banned=enders(checkpoint))
 
 
-def limits_of(turns: int, tokens: int, on_error: str = "mask", environments: int = 128) -> EpisodeConfig:
-    own = {"on_environment_error": on_error, "max_environments": environments}
+def limits_of(turns: int, tokens: int, on_error: str = "mask", environments: int = 128, **more: str) -> EpisodeConfig:
+    own = {"on_environment_error": on_error, "max_environments": environments, **more}
     return EpisodeConfig(environment="zoom", max_turns=turns, max_episode_tokens=tokens, **own)
 
 

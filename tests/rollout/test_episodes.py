@@ -296,6 +296,23 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
     assert all(each.episode.turn_ids[-1] == len(each.episode.turns) - 1 for each in by_tokens)
 
 
+@pytest.mark.parametrize("policy,cut,valid", [("truncate", True, True), ("end", False, True), ("invalid", True, False)])
+@pytest.mark.parametrize(
+    "limit,turns,tokens,answer", [("turn", 1, 4000, 8), ("token", 9, 30, 8), ("token", 9, 4000, 2)]
+)
+def test_an_episode_at_a_limit_is_what_the_limits_own_setting_says(
+    rig, limit, turns, tokens, answer, policy, cut, valid
+):
+    """One with a last turn, one without room for an observation, one with an answer that is cut."""
+    settings = replace(SETTINGS, max_new_tokens=answer, min_new_tokens=answer if answer == 2 else 1)
+    limits = limits_of(turns, tokens, **{"on_turn_limit": "end", "on_token_limit": "end", f"on_{limit}_limit": policy})
+    made = stage_of(rig, Endless, limits=limits).generate(batch_of([1]), settings)
+    ended = [each for each in made if limit == "token" or each.token_ids[-1] in rig.checkpoint.eos_ids]
+    assert ended and all(each.truncated == cut and each.valid == valid for each in ended)
+    told = None if valid else f"it reached its limit of {limit}s"
+    assert {each.episode.failure for each in ended} == {told}
+
+
 def test_a_first_observation_without_room_for_an_answer_is_told_once(rig, caplog):
     TOLD.clear()
     for tokens in (400, 30, 30):

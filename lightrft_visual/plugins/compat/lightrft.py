@@ -45,8 +45,6 @@ def maker_settings(strategy: Any) -> MakerSettings:
         return next((value for value in found if value is not None), default)
 
     given = {each.name: read(each.name) for each in fields(AlgorithmConfig)}
-    if given["high_entropy_token_ratio"] == 0:  # all tokens
-        given["high_entropy_token_ratio"] = None
     algorithm = AlgorithmConfig(**{name: value for name, value in given.items() if value is not None})
     settings = MakerSettings(algorithm=algorithm, run_seed=read("seed", 42), engine=_engine(strategy))
     settings.micro_batch_size = read("micro_rollout_batch_size", settings.micro_batch_size)

@@ -49,11 +49,17 @@ def loading(strategy: Any) -> AbstractContextManager[None]:
     return divided.loading()
 
 
+def images_of(batch: RewardBatch) -> list[list[Any]]:
+    """Each sample's images as its token ids have them: those of observations behind the prompt's."""
+    episodes = batch.episodes or [None] * len(batch)
+    return [[*own, *episode.images] if episode else own for own, episode in zip(batch.images, episodes)]
+
+
 BATCH_SIZE = 8
 MODEL_INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt_and_output": lambda batch: batch.queries,
-    "raw_images": lambda batch: batch.images,
-    "img_num": lambda batch: [len(sample) for sample in batch.images],
+    "raw_images": images_of,
+    "img_num": lambda batch: [len(sample) for sample in images_of(batch)],
 }
 VISION_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 

@@ -14,10 +14,12 @@ from transformers import AutoProcessor
 from lightrft_visual.arguments import reward_settings
 from lightrft_visual.config.shared import DistributedConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.experience.rollouts import Episode
 from lightrft_visual.given import forget, names_given
 from lightrft_visual.models.loading import VLRewardModel
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.batch import Call, batch_from_samples
 from lightrft_visual.rewards.local import models
 from lightrft_visual.rewards.local.models import VLModel
 from lightrft_visual.runtime import collectives
@@ -108,6 +110,20 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert result.score.tolist() == (samples.sequences * samples.attention_mask).sum(dim=1).tolist()
     lengths = sorted(shape[1] for shape in model.shapes)
     assert lengths == ([2, 3, 4, 5] if packing else [5])
+
+
+def test_torch_module_gets_the_images_of_observations_behind_the_prompts_as_its_grids_have_them():
+    given = {}
+
+    class Module(torch.nn.Module):
+        def forward(self, sequences, attention_mask, raw_images, img_num):
+            given.update(images=raw_images, counts=img_num)
+            return torch.zeros(len(sequences))
+
+    batch = batch_from_samples([make_samples(["a", "b"], images=[["first"], ["second"]])])
+    batch.episodes = [Episode(images=["seen", "last"]), None]
+    models.local_model_source("model", Module(), RewardConfig(), None, False).score(batch, Call())
+    assert given == {"images": [["first", "seen", "last"], ["second"]], "counts": [3, 1]}
 
 
 MODULES = """
