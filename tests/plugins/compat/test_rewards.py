@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +20,7 @@ from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource, say_once
 from lightrft_visual.rewards.local.forms import AUTO, choose_form
 from lightrft_visual.rewards.settings import engine_arguments
+from lightrft_visual.runtime.usercode.calls import LOG_EXTRA, invoke
 
 FOLDER = Path(__file__).parent / "forms"
 DOCS = (Path(__file__).parents[3] / "docs/coming_from.md").read_text()
@@ -103,6 +105,14 @@ def test_in_a_process_of_its_own_too():
 def test_texts_given_to_log_extra_are_not_kept_and_that_is_said(caplog):
     assert "text" not in run("trl_text.py:with_logs").components
     assert "log_extra: column 'text' holds more than numbers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "values", [torch.tensor([1.0, 0.0]), np.array([True, False]), [np.True_, np.False_], [torch.tensor(1), 0]]
+)
+def test_numbers_given_to_log_extra_are_kept_whatever_holds_them(values):
+    said = invoke(lambda log_extra: log_extra("right", values), {"log_extra": LOG_EXTRA})
+    assert said == (None, {"right": [1, 0]})
 
 
 def test_several_functions_in_one_setting_are_summed():
