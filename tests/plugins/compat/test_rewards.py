@@ -197,6 +197,34 @@ def test_chat_messages_are_recognised_in_partials_and_methods():
         assert CallableSource(function).score(batch).values.tolist() == [3]
 
 
+def test_chat_messages_are_recognised_by_content_or_role_of_a_message():
+    def role(completions, **kwargs):
+        return [float(completion[0]["role"] == "assistant") for completion in completions]
+
+    def got(completions, **kwargs):
+        return [float(len(completion[-1].get("content"))) for completion in completions]
+
+    batch = batch_from_samples([make_samples(["abc"])])
+    assert [CallableSource(function).score(batch).values.tolist() for function in (role, got)] == [[1], [3]]
+
+
+def test_a_function_that_reads_a_text_as_messages_is_told_of_the_form():
+    def loop(completions):
+        return [float(len(message["content"])) for completion in completions for message in completion]
+
+    batch = batch_from_samples([make_samples(["abc"])])
+    with pytest.raises(RewardError, match="chat messages: --reward_form trl_chat") as told:
+        CallableSource(loop).score(batch)
+    assert "string indices must be integers" in str(told.value)
+    assert CallableSource(loop, form="trl_chat").score(batch).values.tolist() == [3]
+    with pytest.raises(RewardError) as told:
+        CallableSource(lambda completions: completions[0].text, form="trl").score(batch)
+    batch.references = ["abc"]
+    with pytest.raises(RewardError, match="string indices") as other:
+        CallableSource(lambda references: references[0]["x"]).score(batch)
+    assert "trl_chat" in str(told.value) and "trl_chat" not in str(other.value)
+
+
 def test_flow_grpo_scores_videos_as_one_tensor():
     engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:video"))
     assert same(engine.score_media(["a"], videos=[torch.ones(3, 12, 4, 4)]).score, [1])
