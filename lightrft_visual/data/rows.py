@@ -118,7 +118,7 @@ def parse_row(
             source=source,
             index=index,
             form=_form(reading.form, cells),
-            draw=_flag(columns.get(config.draw_key), "asks for an image", "draw_key"),
+            draw=_asks_for_image(columns.get(config.draw_key)),
             answer=reading.reference,
         )
     except DataError as error:
@@ -397,11 +397,11 @@ def _label(value: Any) -> str | None:
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 
 
-def _flag(value: Any, what: str, key: str) -> bool:
+def _asks_for_image(value: Any) -> bool:
     """A cell that is true or false, also as 0 or 1 and as words, as files without types (CSV) hold it; empty: false."""
     word = str(value).strip().lower() if is_filled(value) else ""
     if word not in ("", "false", "0", "0.0", "true", "1", "1.0"):
-        raise DataError(f"the column that {what} ({key}) holds true or false, not {value!r}", "drawing")
+        raise DataError(f"the column that asks for an image (draw_key) holds true or false, not {value!r}", "drawing")
     return word in ("true", "1", "1.0")
 
 

@@ -80,7 +80,7 @@ def tells_of_messages(arguments: Collection[str], form: Form) -> Iterator[None]:
     except RewardError as error:
         if "completions" in {*arguments} - {*form.inputs} and READ_A_TEXT.search(str(error)):
             told = "if it reads completions as chat messages: --reward_form trl_chat"
-            raise RewardError(f"{error}\n  {told}") from error
+            raise type(error)(f"{error}\n  {told}") from error
         raise
 
 
