@@ -141,6 +141,8 @@ class Names:
         others = registry.service("other_names")
         spoken = [OWN] if others is None else [OWN, others.SPOKEN]
         self._spellings = {alias: leaf for each in spoken for alias, leaf in each.aliases.items()}
+        engine = [name for name in self._paths if name.startswith("engine_")]
+        self._spellings |= {name.replace("_", ".", 1): name for name in engine}  # engine.kwargs.NAME
         for each in spoken:
             self._spellings |= each.aliases_of.get(schema.__name__, {})
         self.translations = {k: v for each in spoken for k, v in each.translations.get(schema.__name__, {}).items()}

@@ -1,5 +1,6 @@
 """Where rollouts are made, and how far they may run ahead of the trainer; see docs/scale_out.md."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -175,3 +176,9 @@ DEVICES = {
     )
 }
 NAMES = (PRESENT, "cpu", *DEVICES)
+
+
+def of_product(product: str) -> list[Device]:
+    """Those of DEVICES that are sold by this name, such as "NVIDIA H100 80GB HBM3"."""
+    words = re.split(r"[\s-]+", product.lower().replace("rtx ", "rtx"))
+    return [device for name, device in DEVICES.items() if name.partition("-")[0] in words]

@@ -129,13 +129,22 @@ def are_mappings(value: Any) -> bool:
 
 def json_list(cell: Any) -> Any:
     """The list that a cell holds as JSON text, as in a CSV file; any other cell as it is."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith("[") or not cell.rstrip().endswith("]"):
+    return _from_json(cell, list, "[]")
+
+
+def json_mapping(cell: Any) -> Any:
+    """The mapping that a cell holds as JSON text; any other cell as it is."""
+    return _from_json(cell, dict, "{}")
+
+
+def _from_json(cell: Any, kind: type, ends: str) -> Any:
+    if not isinstance(cell, str) or not cell.lstrip().startswith(ends[0]) or not cell.rstrip().endswith(ends[1]):
         return cell
     try:
         value = json.loads(cell)
     except (ValueError, RecursionError):  # a text that only looks like it
         return cell
-    return value if isinstance(value, list) else cell
+    return value if isinstance(value, kind) else cell
 
 
 def messages_in(prompt: Any) -> Any:

@@ -30,6 +30,7 @@ from .forms import (
     find_media,
     is_filled,
     json_list,
+    json_mapping,
     messages_in,
     read_form,
     without_answer,
@@ -117,7 +118,7 @@ def parse_row(
             source=source,
             index=index,
             form=_form(reading.form, cells),
-            draw=_flag(columns.get(config.draw_key), "asks for an image", "draw_key"),
+            draw=_asks_for_image(columns.get(config.draw_key)),
             answer=reading.reference,
         )
     except DataError as error:
@@ -381,6 +382,7 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
         return raw[path]
     value: Any = raw
     for key in path.split("."):
+        value = json_mapping(value)
         if not isinstance(value, Mapping) or key not in value:
             return _MISSING
         value = value[key]
@@ -395,13 +397,12 @@ def _label(value: Any) -> str | None:
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 
 
-def _flag(value: Any, what: str, key: str) -> bool:
-    """A cell that is true or false, which files without types (CSV) hold as words."""
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
-    if value is None or isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise DataError(f"the column that {what} ({key}) holds true or false, not {value!r}", "drawing")
+def _asks_for_image(value: Any) -> bool:
+    """A cell that is true or false, also as 0 or 1 and as words, as files without types (CSV) hold it; empty: false."""
+    word = str(value).strip().lower() if is_filled(value) else ""
+    if word not in ("", "false", "0", "0.0", "true", "1", "1.0"):
+        raise DataError(f"the column that asks for an image (draw_key) holds true or false, not {value!r}", "drawing")
+    return word in ("true", "1", "1.0")
 
 
 def _resolve_video(source: Any, root: Any) -> Any:

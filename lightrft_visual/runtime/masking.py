@@ -11,12 +11,15 @@ MASKED_VALUE = "*** (a secret)"  # in place of a setting's text that is one what
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
 # A number is a secret too, but for tokens: `eos_token: 151645`.
-NUMBERS = "(?:api|access|private|secret)[_-]?key|secret|password|passwd|credentials?"
+NUMBERS = "(?:api|access|private|secret)[_-]?keys?|secrets?|password|passwd|passphrase|credentials?"
 WORDS = f"{NUMBERS}|token"
-SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|bearer|authorization)$", re.IGNORECASE)
+HEADERS = "auth|authorization|cookie"  # a line that begins so may be a sentence
+SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|bearer|{HEADERS})$", re.IGNORECASE)
 USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
+KEY = r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|nvapi-|xox[bp]-)"
 SECRET_VALUES = (
-    re.compile(r"\b(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9_\-]{12,}"),
+    re.compile(rf"{KEY}[A-Za-z0-9_\-]{{12,}}"),
+    re.compile(r"\b(?:gsk_|r8_|xai-|wandb_v1_)[A-Za-z0-9]{16,}[\w\-]*|\bAIza[\w\-]{30,}"),  # no `r8_alpha16_dropout`
     re.compile(r"\bA(?:KIA|SIA)[0-9A-Z]{16}\b"),
     re.compile(r"\beyJ[\w\-]{8,}\.eyJ[\w\-]{8,}\.[\w\-]+"),  # a JSON web token
     USERINFO,
@@ -43,8 +46,8 @@ def _key(words: str) -> str:
 
 _ENDS = r"\s*(?:[,}\]\n]|$)"
 INLINE_SECRET = re.compile(
-    rf"(?i)({_key(f'{WORDS}|authorization')}[\"'])(?:[^\"'\\]|\\.)+"
-    rf"|({_key('token')}(?!(?:\[[\d., ]++\]?|[\d.]++){_ENDS})|{_key(f'{NUMBERS}|authorization')})"
+    rf"(?i)({_key(f'{WORDS}|{HEADERS}')}[\"'])(?:[^\"'\\]|\\.)+"
+    rf"|({_key('token')}(?!(?:\[[\d., ]++\]?|[\d.]++){_ENDS})|{_key(f'{NUMBERS}|{HEADERS}')})"
     rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]?|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
     r"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:(?:API|ACCESS|PRIVATE|SECRET)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
@@ -61,11 +64,10 @@ PLAIN_PARAMETERS = frozenset(
     "api-version author batch dtype fields format lang limit metric mode model n name page q rank revision seed signal "
     "split step task timeout type v version".split()
 )
-KEY = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)"
-KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}")
+KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}|{SECRET_VALUES[1].pattern}")
 HELD_KEYS = (  # also `sk-proj-...`, and no `hf_internaltestingmodel16`
     re.compile(rf"{KEY}(?:(?<!hf_)[\w\-]*[A-Za-z0-9]{{16,}}|[A-Za-z0-9]{{30,}})"),
-    *SECRET_VALUES[1:3],
+    *SECRET_VALUES[1:4],
     re.compile(r"(?i)^bearer (?:(?=\S*\d)\S{12,}|[\w.]{20,})$"),
     re.compile(r"(?i)^basic (?=[A-Za-z+/]*[\d=])[A-Za-z0-9+/]{10,}={0,2}$"),
 )

@@ -20,7 +20,6 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 import shapes  # noqa: E402
 
 Rows = Iterator[tuple[str, str]]
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12}  # dense bf16, as the makers state it
 REWARD = """
 def score(responses):  # random weights answer anything: samples of a group differ, on any number of ranks alike
     return [sum(map(ord, text)) % 11 / 10 for text in responses]
@@ -278,6 +277,8 @@ def _speed(run: Run) -> Rows:
 
 def work(run: Run, name: str = "") -> Rows:
     """How much of rank 0's card the updates used, by what they compute and by the time in which it worked."""
+    from lightrft_visual.config.placement import of_product
+
     seconds, card = run.median("time_train"), host()["device"]
     flops, again, busy = (run.measured.get(name) for name in ("flops", "again", "busy_seconds"))
     if flops is not None:
@@ -285,7 +286,7 @@ def work(run: Run, name: str = "") -> Rows:
         tokens = run.measured["computed_tokens"]
         if tokens:
             yield f"{name}tokens of a step, computed and all", f"{tokens:.0f}, {run.median('tokens'):.0f}"
-        peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
+        peak = next((device.flops for device in of_product(card.partition(",")[0])), None)
         reached = f"{flops / seconds / 1e12:.3g} TFLOPs a second"
         share = f"{flops / seconds / peak:.1%}" if peak else "no card whose peak is known"
         yield f"{name}share of peak FLOPs while training (tokens computed once, with attention)", f"{share}; {reached}"

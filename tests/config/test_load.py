@@ -142,6 +142,13 @@ def test_aliases_set_the_field_they_name() -> None:
         assert given_by(f"--{alias}", value) == given_by(f"{alias}={value}") == ([(leaf, "")], value)
 
 
+def test_settings_of_the_engine_are_read_with_a_dot() -> None:
+    for name in (name for name in NAMES.leaves if name.startswith("rollout.engine_") and not name.endswith("kwargs")):
+        assert NAMES.find(name.removeprefix("rollout.").replace("_", ".", 1)) == [(NAMES.leaves[name], "")]
+    leaf = NAMES.leaves["rollout.engine_kwargs"]
+    assert NAMES.find("engine.kwargs.max_logprobs") == [(leaf, "max_logprobs")]
+
+
 def test_precedence_is_defaults_preset_recipe_command_line(tmp_path: Any) -> None:
     preset, recipe = tmp_path / "preset.yaml", tmp_path / "recipe.yaml"
     preset.write_text("train: {seed: 1, max_steps: 1, max_epochs: 2}\n")

@@ -38,6 +38,15 @@ def test_a_label_is_a_text_or_a_whole_number(label):
     assert parse({"prompt": "hi", "label": label}).label == "2"
 
 
+@pytest.mark.parametrize(
+    ("cell", "draws"),
+    [(1, True), (1.0, True), ("1", True), (np.True_, True), ("TRUE", True), (0, False), (0.0, False), ("0", False),
+     ("false", False), ("", False), (float("nan"), False)],
+)  # fmt: skip
+def test_a_cell_that_asks_for_a_drawing_is_read_as_tables_hold_it(cell, draws):
+    assert parse({"prompt": "hi", "draw": cell}).draw is draws
+
+
 @pytest.mark.parametrize("nothing", [None, float("nan"), "", [], {"bytes": None, "path": None}])
 @pytest.mark.parametrize("column", ["image", "images", "videos", "label"])
 def test_a_cell_that_holds_nothing_is_no_image_video_or_label(column, nothing):
@@ -117,6 +126,8 @@ def test_content_parts_in_both_spellings_keep_their_own_sources_in_place():
         ({"reference": None, "answer": "2"}, "2", {}),
         ({"reward_model": {"ground_truth": "3", "style": "rule"}, "answer": "4"}, "3",
          {"reward_model": {"ground_truth": "3", "style": "rule"}, "answer": "4"}),
+        ({"reward_model": '{"ground_truth": "3"}', "answer": "4"}, "3",  # as files without types hold it
+         {"reward_model": '{"ground_truth": "3"}', "answer": "4"}),
         ({"reward_model.ground_truth": "3", "answer": "4"}, "3", {"answer": "4"}),  # as tables write what was nested
     ],
 )  # fmt: skip

@@ -25,6 +25,12 @@ SECRET = "s3cr3t-value-0123456789"
         ["--password", SECRET],
         ["--header", f"Authorization: Bearer {SECRET}"],
         ["--note", "hf_abcdefghijklmnopqrstuvwxyz"],
+        [f"reward.kwargs.judge.api_keys=[{SECRET}]"],
+        ["--judge.auth", SECRET],
+        *(
+            ["--note", f"{begin}abcdefghijklmnopqrstuvwxyz0123456"]
+            for begin in ("AIzaSy", "gsk_", "nvapi-", "xai-", "r8_", "ghs_", "wandb_v1_")
+        ),
     ],
 )
 def test_secrets_on_the_command_line_are_masked(arguments):
@@ -42,7 +48,13 @@ def test_ordinary_flags_and_text_stay_readable():
     assert mask_text(text) == text
     text = "{token: 5, 'secret': None, my_token: null} {max_tokens: many, token_env: RM, x: token}"
     assert mask_text(text) == text
-    text = "no authorization: it is refused; x-request-id: 5, max-key: 3, api-keys: two, a Basic course"
+    text = (
+        "{author: A. Nother, authors: [me], key_frames: [1, 2], auth: true} PWD=/work/r8_alpha16_dropout xai-org/grok-1"
+    )
+    assert mask_text(text) == text
+    text = "auth: refused, the host does not answer"
+    assert mask_text(text) == text
+    text = "no authorization: it is refused; x-request-id: 5, max-key: 3 and api-keys: two, a Basic course"
     assert mask_text(text) == text
 
 
@@ -81,6 +93,11 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         f"{{Authorization: [a, '{SECRET}'], n: 1}}",
         f"{{'x-secret-key': '{SECRET}'}}",
         f"secret_key: {SECRET}",
+        f"api_keys: [{SECRET}, x]",
+        f"passphrase: {SECRET}",
+        f"headers: {{Cookie: session={SECRET}}}",
+        f"{{'auth': ['me', '{SECRET}']}}",
+        f"{{'x': 1, 'http_auth': '{SECRET}'}}",
         f'{{"api_key": {SECRET}}}',
         f"export HF_TOKEN={SECRET}",
         f"  export OPENAI_API_KEY='{SECRET}'",

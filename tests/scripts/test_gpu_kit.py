@@ -109,8 +109,11 @@ def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
     run = object.__new__(parts.Run)
     run.timed, run.measured = [{}, {"time_train": 2.0, "tokens": 500.0}], measured
     rows, busy = dict(parts.work(run)), "share of the train phase in which the card worked"
-    assert rows["share of peak FLOPs while training (tokens computed once, with attention)"].startswith("50.0%; 494")
+    peak = "share of peak FLOPs while training (tokens computed once, with attention)"
+    assert rows[peak].startswith("50.0%; 494")
     assert rows[busy] == "25%, 0.50 of 2.00 s" and rows["tokens of a step, computed and all"] == "300, 500"
+    monkeypatch.setattr(parts, "host", lambda: {"device": "NVIDIA L40S, 44 GiB"})
+    assert dict(parts.work(run))[peak].startswith("136.6%; 494")
     run.measured = {"busy_seconds": None}
     assert dict(parts.work(run, "zero_2: ")) == {f"zero_2: {busy}": "no card"}
 

@@ -173,7 +173,7 @@ FLOW_GRPO = Form(
 
 
 def reads_messages(function: Callable[..., Any]) -> bool:
-    """Whether the function, or one of its file that it names, reads `something[0]["content"]`, a chat message."""
+    """Whether the function, or one of its file that it names, reads `x[0]["content"]`, a chat message, or its role."""
     function = getattr(function, "function", function)
     while isinstance(function, partial):
         function = function.func
@@ -203,7 +203,9 @@ def _module(function: Callable[..., Any]) -> str:
 
 
 def _is_message_text(node: ast.AST) -> bool:
-    match node:  # x[0]["content"], x[-1]["content"]
-        case ast.Subscript(ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content")):
-            return True
+    match node:  # x[0]["content"], x[-1]["role"], x[0].get("content")
+        case ast.Subscript(message, key) | ast.Call(ast.Attribute(message, "get"), [key, *_]):
+            match message, key:
+                case ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content" | "role"):
+                    return True
     return False

@@ -13,6 +13,7 @@ from ...data.forms import (
     are_messages,
     is_filled,
     json_list,
+    json_mapping,
     messages_in,
     without_answer,
 )
@@ -33,7 +34,7 @@ _SPEAKERS = {
 
 def verl(raw: Mapping[str, Any]) -> Content | None:
     """verl: chat messages in `prompt`, the answer in `reward_model`, which set it comes from in `data_source`."""
-    if raw.get("prompt") is None or not isinstance(raw.get("reward_model"), Mapping):
+    if raw.get("prompt") is None or not isinstance(json_mapping(raw.get("reward_model")), Mapping):
         return None
     source = raw.get("data_source")
     found = prompt_completion(raw)

@@ -1,11 +1,10 @@
 """What every run takes, whatever the model: the program itself, the driver, and what allocators leave unused."""
 
 import os
-import re
 
 import torch
 
-from ...config.placement import DEVICES, GIB, Device
+from ...config.placement import DEVICES, GIB, Device, of_product
 from ...observe.environment import device_products
 from ...rollout.vllm.arguments import HOST_CACHE
 from .table import HOST, Item
@@ -76,13 +75,7 @@ def present(local: int) -> Device:
     memory = 0 if accelerator.device_name() == "cpu" else float(accelerator.total_memory())
     if memory <= 0:
         return host
-    named = _of_product((device_products() or [""])[0])
+    named = of_product((device_products() or [""])[0])
     like = min(named or DEVICES.values(), key=lambda device: abs(device.memory - memory))
     name = like.name if named else accelerator.device_name()
     return Device(name, memory, host.host, like.flops, like.bandwidth, like.link, local)
-
-
-def _of_product(product: str) -> list[Device]:
-    """Those of the table that are sold by this name, such as "NVIDIA H100 80GB HBM3"."""
-    words = re.split(r"[\s-]+", product.lower().replace("rtx ", "rtx"))
-    return [device for name, device in DEVICES.items() if name.partition("-")[0] in words]

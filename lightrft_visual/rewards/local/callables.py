@@ -23,7 +23,7 @@ from ...runtime.usercode.calls import POSITIONAL, SAMPLES, AsRewardError, Loaded
 from ...runtime.usercode.loading import callable_name, defined_at
 from ...runtime.usercode.sandbox import signature_of
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
-from .forms import AUTO, NATIVE, Form, Inputs, choose_form
+from .forms import AUTO, NATIVE, Form, Inputs, choose_form, tells_of_messages
 
 log = logging.getLogger(__name__)
 SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
@@ -475,7 +475,8 @@ class CallableSource(Source):
             columns, size = arguments, len(batch)
             arguments = {SAMPLES: [{k: v if k in given else v[i] for k, v in columns.items()} for i in range(size)]}
         try:
-            result = call(self.function, self.name, arguments)
+            with tells_of_messages(arguments, form):
+                result = call(self.function, self.name, arguments)
         except ScoringFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
         returned = f"reward function {self.name} returned a {type(result).__name__} that cannot be read: it"

@@ -1,17 +1,20 @@
 """Forms of reward functions: what the parameters of a function are given. `registry.reward_forms` has those of other
 systems too."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from ...config import registry
-from ...errors import ConfigError, did_you_mean
+from ...errors import ConfigError, RewardError, did_you_mean
 from ...runtime.usercode.calls import LOG_EXTRA, LOG_METRIC
 from ..batch import RewardBatch
 
 AUTO = "auto"
+READ_A_TEXT = re.compile("string indices must be|'str' object has no attribute")  # what Python says
 Inputs = Mapping[str, Callable[[RewardBatch], Any]]
 
 
@@ -67,6 +70,18 @@ def choose_form(form: str, function: Callable[..., Any], signature: Any) -> Form
     else:
         chosen = registry.reward_forms.load(form)
     return replace(chosen, inputs=dict(zip(signature.names, chosen.positions))) if chosen.positions else chosen
+
+
+@contextmanager
+def tells_of_messages(arguments: Collection[str], form: Form) -> Iterator[None]:
+    """The error of a function that may have read completions, which are texts, as chat messages says what has these."""
+    try:
+        yield
+    except RewardError as error:
+        if "completions" in {*arguments} - {*form.inputs} and READ_A_TEXT.search(str(error)):
+            told = "if it reads completions as chat messages: --reward_form trl_chat"
+            raise type(error)(f"{error}\n  {told}") from error
+        raise
 
 
 def check_form(form: str) -> None:

@@ -321,8 +321,10 @@ class Said:
 
     def extra(self, column: str, values: Any) -> None:
         """TRL's `log_extra`: one number for each sample; other columns are dropped with a warning."""
+        values = values.tolist() if hasattr(values, "tolist") else values  # of tensors and arrays
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
         if all(value is None or isinstance(value, Number) for value in values):
-            self.metrics[str(column)] = list(values)
+            self.metrics[str(column)] = values
         else:
             log.warning("log_extra: column %r holds more than numbers; only numbers are kept", str(column)[:80])
 

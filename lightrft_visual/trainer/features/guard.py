@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from ...config.shared import GuardConfig
-from ...errors import ConfigError
 from ...observe.guard.divergence import PairedScores
 from ...observe.guard.watch import Alarm, Guard
 from ...observe.recorder import ALARMS, GOLD
@@ -42,7 +41,6 @@ class GuardHook(StepHook):
         self.guard.paying = paying
         self.scores: Any = None
         self.paired_scores: PairedScores | None = None
-        self.resumed = False  # without the best checkpoint of before
 
     def on_scores(self, rollouts: Any) -> Any:
         """Gold comes before media are released."""
@@ -77,19 +75,14 @@ class GuardHook(StepHook):
         best = self.guard.best
         alarms = self.guard.after_evaluation(self.context.step(), metrics, paired_scores)
         if self.config.keeps_best:
-            self._keep_best(metrics)
+            self._keep_best()
         if alarms:
             self._tell(alarms, None if best is None else self.guard.best)
 
-    def _keep_best(self, metrics: Mapping[str, float]) -> None:
-        if self.guard.best is None and self.resumed:  # whose few held-out prompts may have no valid gold this time
-            return
-        if self.guard.best is None:
-            raise ConfigError(
-                "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold, and this evaluation "
-                f"has none ({', '.join(metrics)}): name a judge by --gold_recipe or --gold_fn"
-            )
-        if self.guard.best[1] == self.context.step():
+    def _keep_best(self) -> None:
+        if self.guard.best is None:  # gold is named, as the settings were checked
+            self.context.console.message("gold gave no valid score: the next evaluation is kept as checkpoint-best")
+        elif self.guard.best[1] == self.context.step():
             with self.context.timer.phase("save"):
                 self.context.state.save_best()
 
@@ -113,7 +106,7 @@ class GuardHook(StepHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.guard.load_state_dict(state)
         if self.config.keeps_best and self.guard.best != self.context.state.best_kept():
-            self.guard.best, self.resumed = None, True
+            self.guard.best = None
             self.context.console.message(
                 "checkpoint-best is not of this run up to here: the next evaluation is kept as it"
             )

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +20,7 @@ from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource, say_once
 from lightrft_visual.rewards.local.forms import AUTO, choose_form
 from lightrft_visual.rewards.settings import engine_arguments
+from lightrft_visual.runtime.usercode.calls import LOG_EXTRA, invoke
 
 FOLDER = Path(__file__).parent / "forms"
 DOCS = (Path(__file__).parents[3] / "docs/coming_from.md").read_text()
@@ -105,6 +107,14 @@ def test_texts_given_to_log_extra_are_not_kept_and_that_is_said(caplog):
     assert "log_extra: column 'text' holds more than numbers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "values", [torch.tensor([1.0, 0.0]), np.array([True, False]), [np.True_, np.False_], [torch.tensor(1), 0]]
+)
+def test_numbers_given_to_log_extra_are_kept_whatever_holds_them(values):
+    said = invoke(lambda log_extra: log_extra("right", values), {"log_extra": LOG_EXTRA})
+    assert said == (None, {"right": [1, 0]})
+
+
 def test_several_functions_in_one_setting_are_summed():
     result = run("trl_text.py:accuracy,trl_text.py:warm_up")
     assert same(result.score, [2.5, 2, 1.5]) and list(result.components) == ["accuracy", "warm_up"]
@@ -185,6 +195,34 @@ def test_chat_messages_are_recognised_in_partials_and_methods():
     batch = batch_from_samples([make_samples(["abc"])])
     for function in (Lengths().score, partial(Lengths().score, least=1)):
         assert CallableSource(function).score(batch).values.tolist() == [3]
+
+
+def test_chat_messages_are_recognised_by_content_or_role_of_a_message():
+    def role(completions, **kwargs):
+        return [float(completion[0]["role"] == "assistant") for completion in completions]
+
+    def got(completions, **kwargs):
+        return [float(len(completion[-1].get("content"))) for completion in completions]
+
+    batch = batch_from_samples([make_samples(["abc"])])
+    assert [CallableSource(function).score(batch).values.tolist() for function in (role, got)] == [[1], [3]]
+
+
+def test_a_function_that_reads_a_text_as_messages_is_told_of_the_form():
+    def loop(completions):
+        return [float(len(message["content"])) for completion in completions for message in completion]
+
+    batch = batch_from_samples([make_samples(["abc"])])
+    with pytest.raises(RewardError, match="chat messages: --reward_form trl_chat") as told:
+        CallableSource(loop).score(batch)
+    assert "string indices must be integers" in str(told.value)
+    assert CallableSource(loop, form="trl_chat").score(batch).values.tolist() == [3]
+    with pytest.raises(RewardError) as told:
+        CallableSource(lambda completions: completions[0].text, form="trl").score(batch)
+    batch.references = ["abc"]
+    with pytest.raises(RewardError, match="string indices") as other:
+        CallableSource(lambda references: references[0]["x"]).score(batch)
+    assert "trl_chat" in str(told.value) and "trl_chat" not in str(other.value)
 
 
 def test_flow_grpo_scores_videos_as_one_tensor():

@@ -1,11 +1,13 @@
 """Gold of a step stays with its samples, whatever later hooks make of them, and is asked with the policy's step."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 
 from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore
 from lightrft_visual.algorithms.loss_terms import LossOutputs
+from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.rewards.engine import RewardComputationEngine
@@ -13,6 +15,7 @@ from lightrft_visual.trainer.diffusion.maker import Drawn, joined
 from lightrft_visual.trainer.diffusion.parts import DiffusionParts
 from lightrft_visual.trainer.diffusion.stages import DrawingBatch
 from lightrft_visual.trainer.diffusion.updates import RewardUpdate
+from lightrft_visual.trainer.features.guard import GuardHook
 from lightrft_visual.trainer.hooks import StepData
 from lightrft_visual.trainer.vl.parts import VLParts
 
@@ -27,6 +30,18 @@ def test_gold_of_answers_follows_them_where_a_later_hook_drops_and_reorders():
     found = VLParts.add_gold(parts, step, scores, 4)
     assert (found.prompts, found.gold) == ([1, 2], [1.0, 2.0])
     assert step.metrics.reduce()["gold"] == 1.5
+
+
+def test_checkpoint_best_waits_for_the_first_evaluation_with_valid_gold():
+    told, saved, hook = [], [], GuardHook(GuardConfig(keep_best=True), gold=True, paying=[])
+    hook.context = SimpleNamespace(
+        step=lambda: 3, timer=SimpleNamespace(phase=lambda name: nullcontext()),
+        console=SimpleNamespace(message=told.append), state=SimpleNamespace(save_best=lambda: saved.append(1)),
+    )  # fmt: skip
+    hook.on_evaluation({"eval_reward": 0.5})
+    assert told == ["gold gave no valid score: the next evaluation is kept as checkpoint-best"] and not saved
+    hook.on_evaluation({"eval_reward": 0.5, "eval_gold": 0.2})
+    assert len(told) == len(saved) == 1
 
 
 def requests(*numbers: int) -> DrawingBatch:
