@@ -113,7 +113,7 @@ class Numeric:
     """1 when the last number of the final answer equals the reference's within the tolerances, else 0.
 
     tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference. A fraction
-    such as 3/4 is none, nor a power, `math` reads them, nor is what may be a ratio or a time: 1:5, also of `Answer 1:5`.
+    such as 3/4 or a power is none, `math` reads them, nor is what may be a ratio or a time: 1:5, also of `Answer 1:5`.
     """
 
     needs_reference = True
