@@ -287,6 +287,11 @@ class OutputConfig(Section):
     run_name: str | None = None  # in logs and the report; default: the folder's
 
     @property
+    def records_kept(self) -> int:
+        """Rollouts of a step, and of an evaluation, that are written."""
+        return self.num_trajectories_to_save if self.save_trajectories else 0
+
+    @property
     def resumes_from(self) -> str | None:
         """What a run goes on from: a checkpoint, a run's folder or auto; None for a fresh start."""
         return "auto" if self.resume_from is None and self.load_checkpoint else self.resume_from

@@ -13,7 +13,7 @@ from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .forms import is_filled, json_list
 from .media import is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, reference_in
-from .rows import resolve_images
+from .rows import label_of, resolve_images
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
@@ -83,11 +83,10 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
     metadata = {key: value for key, value in raw.items() if key not in roles & defaults}
     if images and is_path(images[0]):
         metadata[FIRST_FRAME] = os.fspath(images[0])
-    label = raw.get(config.label_key)
     return PromptRow(
         prompt=prompt,
         images=images,
-        label=str(label) if is_filled(label) else None,
+        label=label_of(raw.get(config.label_key)),
         reference=raw.get(config.reference_key),
         metadata=resolve_images(metadata, root),
     )

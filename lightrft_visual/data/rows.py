@@ -106,7 +106,7 @@ def parse_row(
         reference, used = _find_reference(columns, config)
         reference = reading.reference if reference is None else reference
         check_reference(reference)
-        label = _label(columns.get(config.label_key))
+        label = label_of(columns.get(config.label_key))
         read = {used, *(column for found in cells.values() for column in found.holders)}
         return PromptRow(
             prompt=prompt,
@@ -315,9 +315,10 @@ def _own_source(part: Mapping[str, Any], kind: str) -> Any:
         value = part.get(key)
         if isinstance(value, Mapping) and set(value) <= {"url", "detail"}:
             value = value.get("url")
-        if value is None:
+        if not is_filled(value):
             continue
-        options = {name: part[name] for name in part if name not in ("type", key, "detail") and part[name]}
+        others = part.keys() - {"type", key, "detail"}
+        options = {name: part[name] for name in part if name in others and part[name] and is_filled(part[name])}
         if options and kind == "image":
             text = f"image part with unknown key(s) {', '.join(map(str, options))}; sizes are set by --max_pixels"
             raise DataError(text, "prompt form")
@@ -389,9 +390,12 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _label(value: Any) -> str | None:
+def label_of(value: Any) -> str | None:
+    """The label in a cell. Whole numbers are floats in a table whose column has gaps."""
     if not is_filled(value):
         return None
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        value = int(value)
     if isinstance(value, (str, np.bool_, Integral)):
         return str(value)
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")

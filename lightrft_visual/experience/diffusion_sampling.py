@@ -70,9 +70,10 @@ class SamplingConfig:
     sigmas: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("timesteps", "sigmas"):
-            if getattr(self, name) is not None:  # arrays and tensors too; frozen: filled in here, as num_steps is below
-                object.__setattr__(self, name, _field_value(name, getattr(self, name)))
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None or item.default is not None:  # frozen: filled in here, as num_steps is below
+                object.__setattr__(self, item.name, _field_value(item.name, value))
         if self.num_steps < 1:
             raise ConfigError(f"num_steps is {self.num_steps}; it must be positive")
         for name, allowed in (("scheduler", SCHEDULERS), ("trajectory", TRAJECTORIES)):
@@ -132,7 +133,7 @@ class SamplingConfig:
         given = {key: value for key, value in (mapping or {}).items() if not isinstance(value, str | None) or value}
         if given.get("flow_shift") == "inherit":
             del given["flow_shift"]
-        return cls(**{key: _field_value(key, value) for key, value in given.items()})
+        return cls(**given)
 
     @property
     def stochastic(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import DataError
 from .codecs import make_fields, packed_lengths, split_fields
-from .fields import Kind, replay_fields
+from .fields import Kind, replay_fields, values_equal
 from .types import (
     BatchLayout,
     DiffusionFields,
@@ -31,9 +31,18 @@ T = torch.Tensor
 AnyExperience = Experience | ExperienceVL | ExperienceDiffusion
 
 
+class _ByValue:
+    """Equal to a sample of the same class with the same fields: None-ness, shapes, dtypes and values (NaN is NaN)."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and values_equal(vars(self), vars(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 # Dataclass fields come in reverse order of the bases: the last base first.
-@dataclass
-class BufferItem(KlField, Provenance, TextExtras, TextFields):
+@dataclass(eq=False)
+class BufferItem(_ByValue, KlField, Provenance, TextExtras, TextFields):
     """One text sample.
 
     sequences (S) long: prompt and response, the last A tokens are the actions, from the first sampled one to the last;
@@ -44,8 +53,8 @@ class BufferItem(KlField, Provenance, TextExtras, TextFields):
     """
 
 
-@dataclass
-class BufferItemVL(KlField, VisionExtras, Provenance, TextExtras, VisionFields):
+@dataclass(eq=False)
+class BufferItemVL(_ByValue, KlField, VisionExtras, Provenance, TextExtras, VisionFields):
     """One sample with any number of images and videos, also none.
 
     As BufferItem, and pixel_values (n_patches, patch_dim), image_grid_thws (n_images, 3), image_counts ();
@@ -55,8 +64,8 @@ class BufferItemVL(KlField, VisionExtras, Provenance, TextExtras, VisionFields):
     """
 
 
-@dataclass
-class BufferItemDiffusion(Provenance, DiffusionFields):
+@dataclass(eq=False)
+class BufferItemDiffusion(_ByValue, Provenance, DiffusionFields):
     """One denoising trajectory of K steps: latents (K+1, C, ...), timesteps (K), log_probs (K), sigmas (K+1),
     prompt_embeds {name: tensor}, advantages () or (K); shared_embeds {name: (1, ...)}, shared by a prompt's samples."""
 

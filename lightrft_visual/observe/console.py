@@ -23,6 +23,7 @@ SHOWN = (
     ("reward_mean", "reward"), ("loss", "loss"), ("kl", "kl"), ("grad_norm", "grad"), ("clip_frac", "clip"),
     ("response_length", "len"), ("rollout_logp_diff_max", "Δlogp"),
 )  # fmt: skip
+TABLE_EVERY = 10  # steps
 MAX_TEXT = 300
 MOST_COMPONENTS = 4
 COMPONENT = re.compile(r"(?!(?:invalid_share|time)$)[^/]+")  # what stands beside them counts and times them
@@ -103,7 +104,7 @@ class RunConsole:
         total_steps: int | None,
         *,
         line_every: int = 1,
-        table_every: int = 10,
+        table_every: int = TABLE_EVERY,
         stream: TextIO | None = None,
         active: bool | None = None,
         title: str = "",

@@ -364,7 +364,8 @@ def pick_random(records: Sequence[Record], count: int, seed: int = 0) -> list[Re
 
 
 def select(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
-    """Records that show the range: a third best, a third worst, the rest at random; the same ones for the same scores.
+    """Records that show the range: a third best, a third worst (one of each at least), the rest at random; the same
+    ones for the same scores.
 
     Args:
         records: to choose from.
@@ -374,11 +375,12 @@ def select(records: Sequence[Record], count: int, run_seed: int, step: int) -> l
     """
     if len(records) <= count:
         return list(records)
-    best, worst = best_and_worst(records, count // 3)
+    best, worst = best_and_worst(records, max(1, count // 3))
     shown = {id(record) for record in (*best, *worst)}
     others = [record for record in records if id(record) not in shown]
     seed = derive_seed(run_seed, step, "rollouts")
-    return [*best, *worst, *pick_random(others, count - len(best) - len(worst), seed)]
+    drawn = pick_random(others, max(0, count - len(best) - len(worst)), seed)
+    return [*best, *worst, *drawn][:count]
 
 
 def gather_records(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:

@@ -66,6 +66,18 @@ def test_a_wrong_section_of_sampling_is_refused_in_words(raw, words):
     assert words in str(error.value)
 
 
+def test_fields_of_sampling_given_from_python_are_checked_as_those_of_a_section():
+    assert SamplingConfig("10", flow_shift="3") == SamplingConfig(10, flow_shift=3.0)
+    for wrong, words in (
+        ({"num_steps": 2.5}, "num_steps is 2.5; it must be a whole number"),
+        ({"num_steps": None}, "num_steps is None"),
+        ({"flow_shift": "wide"}, "flow_shift is 'wide'; it must be a number"),
+        ({"trajectory": None}, "trajectory is 'none'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            SamplingConfig(**wrong)
+
+
 def test_the_best_rewards_of_a_group_are_those_from_a_percentile_on():
     rewards, groups = torch.tensor([1.0, 2, 2, 3, 4, 4, 4, 4]), torch.arange(8) // 4
     found = group_metrics(rewards, groups, torch.ones(8, dtype=torch.bool))

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -27,6 +28,19 @@ def test_a_column_that_a_flag_names_keeps_its_name_for_rewards_and_is_required(t
     for flag in ("label_key", "reference_key"):
         with pytest.raises(DataError, match=rf"prompts.jsonl:1: no column 'kin' \({flag}\); the row has: prompt, kind"):
             prompts(tmp_path, {"prompt": "a cat", "kind": "x"}, **{flag: "kin"})
+
+
+@pytest.mark.parametrize(("label", "wanted"), [(3.0, "3"), (3, "3"), ("3.0", "3.0"), (True, "True"), (None, None)])
+def test_a_whole_number_that_a_table_with_gaps_made_a_float_is_a_label_of_seeing_and_drawing_runs(
+    tmp_path, label, wanted
+):
+    raw = {"prompt": "a cat", "label": label}
+    (drawn,) = prompts(tmp_path, raw)
+    assert drawn.label == parse_row(raw, DataConfig(), source="", root=None).label == wanted
+    for other in (0.5, float("inf"), ["a"]):
+        with pytest.raises(DataError, match="a label is a short name, not"):
+            parse_row(raw | {"label": other}, DataConfig(), source="", root=None)
+    assert parse_row(raw | {"label": np.float32(2)}, DataConfig(), source="", root=None).label == "2"
 
 
 def test_images_that_rewards_look_for_start_where_those_of_prompts_do(tmp_path):

@@ -119,6 +119,20 @@ def test_content_parts_in_both_spellings_keep_their_own_sources_in_place():
     assert row.prompt[0]["content"] == [IMAGE] * 5 + [VIDEO, text("which "), IMAGE, text("?"), text("and so")]
 
 
+def test_content_parts_of_a_table_have_no_source_where_its_columns_are_empty_in_them():
+    none = {"bytes": None, "path": None}
+    parts = [
+        {"type": "image", "text": None, "image": none, "video": none},
+        {"type": "image", "text": None, "image": {"bytes": b"2", "path": None}, "video": none},
+        {"type": "image_url", "image_url": ""},
+        {"type": "text", "text": "q", "image": none, "video": none},
+    ]
+    row = parse({"prompt": [{"role": "user", "content": parts}], "images": ["1.png", "3.png"]})
+    assert row.images == ["/data/1.png", {"bytes": b"2", "path": None}, "/data/3.png"]
+    with pytest.raises(DataError, match=r"3 image placeholder\(s\), the row has 1 image"):
+        parse({"prompt": [{"role": "user", "content": [parts[0]] * 3}], "images": ["1.png"]})
+
+
 @pytest.mark.parametrize(
     ("raw", "wanted", "left"),
     [

@@ -4,15 +4,9 @@ import torch
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightrft_visual.experience.fields import values_equal
-from lightrft_visual.experience.items import AnyItem, BufferItem, BufferItemDiffusion, BufferItemVL
+from lightrft_visual.experience.items import BufferItem, BufferItemDiffusion, BufferItemVL
 
 PATCH_DIM = 3
-
-
-def items_equal(left: AnyItem, right: AnyItem) -> bool:
-    """Same class, and in every field the same None-ness, type, shape, dtype and values (NaN equals NaN)."""
-    return type(left) is type(right) and values_equal(vars(left), vars(right))
 
 
 def text_item(length: int = 5, actions: int = 2, **fields) -> BufferItem:

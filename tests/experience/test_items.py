@@ -1,5 +1,6 @@
 """Items to batches and back: exact round trips, layouts, padding removal, errors."""
 
+import copy
 import gc
 import weakref
 from dataclasses import MISSING, fields
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from replay_cases import (
     diffusion_item,
     diffusion_items,
-    items_equal,
     mixed_items,
     text_item,
     text_items,
@@ -39,9 +39,16 @@ QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCh
 
 def assert_round_trip(items: list, packed: bool) -> None:
     again = split_experience_batch(make_experience_batch(items, packed))
-    assert len(again) == len(items)
-    for item, copy in zip(items, again):
-        assert items_equal(item, copy), (item, copy)
+    assert again == items
+
+
+@pytest.mark.parametrize("make", [text_item, vision_item, diffusion_item])
+def test_samples_are_equal_where_class_and_values_are_whatever_tensors_they_hold(make):
+    item, nan = make(), make(info={"reward": torch.tensor([float("nan"), 1.0])})
+    assert item == copy.deepcopy(item) and nan == copy.deepcopy(nan) and item != nan and item in [nan, item]
+    assert item != make(advantages=torch.zeros(2)) and item != vars(item)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(item)
 
 
 # --- round trips ---------------------------------------------------------------------------------------------------
@@ -248,7 +255,7 @@ def test_stripping_undoes_padding(items, left, right):
     batch.layout = None
     direct, stepwise = strip_padding(batch), remove_padding_in_sequences(split_experience_batch(batch))
     for item, one, other in zip(items, direct, stepwise):
-        assert items_equal(one, other)
+        assert one == other
         assert torch.equal(one.sequences, item.sequences) and torch.equal(one.action_mask, item.action_mask)
 
 

@@ -82,6 +82,37 @@ def test_last_number(text, wanted):
     assert last_number(text) == wanted
 
 
+SIGNED = ["−3", "–3", "﹣3", "－3", "The answer is −3.", "- 3", "– 3", "x = - 3", r"-\,3", "−\u20093"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        *((text, -3) for text in (*SIGNED, "(- 3)", "**- 3**", r"x \approx-3", "x > −3", "答案是-3", "5\n-3")),
+        *((text, 3) for text in ("5 - 3", "5–3", "5 − 3", "2024-11-3", "x - 3", "COVID-3", "2\n- 3", "so:\n- 3")),
+        *((text, 1234) for text in ("1\u202f234", "1\u00a0234", "1\u2009234", r"1\,234", "1{,}234")),
+        *((text, 2024) for text in ("5\u00a02024", r"(1,\,2024)")),
+        *((text, None) for text in ("10^3", "10^{-3}", "3×10^2", "12 cm^2", r"12 m\,s^{-2}", "x^(2)")),
+        *((text, 9) for text in ("x^2 = 9", "3^2 is 9", "9 cm²")),
+    ],
+)
+def test_signs_groups_of_digits_and_powers_as_people_write_them(text, wanted):
+    assert last_number(text) == wanted
+
+
+def test_numeric_takes_a_minus_of_unicode_for_a_sign():
+    assert Numeric()(["The answer is −3."] * 3, ["-3", "3", "−3"]) == [1, 0, 1]
+
+
+@pytest.mark.parametrize("said", SIGNED)
+def test_math_takes_a_minus_of_unicode_or_apart_from_its_number_for_a_sign(said):
+    from lightrft_visual.rewards.functions.math_worker import verify_answer
+
+    for form in ("%s", "<answer>%s</answer>", r"\boxed{%s}"):
+        assert [verify_answer(form % said, [number]) for number in ("-3", "3", "−3")] == [1, 0, 1]
+    assert verify_answer(r"\boxed{3 – 5}", ["-2"]) == 1 and verify_answer(r"\boxed{3 – 5}", ["5"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"), [("Circle3 and Cube2", 2), ("apple5", 5), ("Table1", 1), ("e", None), ("1.e5", 5), ("+.", None)]
 )

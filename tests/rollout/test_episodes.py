@@ -12,7 +12,6 @@ import torch
 from engine_rig import Rig
 from episode_rig import batch_of, limits_of, most_begun, rig_of, stage_of
 from PIL import Image
-from replay_cases import items_equal
 from tiny_models import begin_with_bos, checkpoint_of, clip, inputs_of, picture
 
 from lightrft_visual.data.bad_rows import TOLD
@@ -124,10 +123,9 @@ def test_items_with_holes_survive_batches_packing_and_checkpoints(rig, rollouts)
         assert item.action_mask[0] and item.action_mask[-1]
         assert int(item.image_counts) == item.vision.count("image")
     for packing in (False, True):
-        again = split_experience_batch(make_experience_batch(items, packing))
-        assert all(items_equal(one, other) for one, other in zip(items, again))
+        assert split_experience_batch(make_experience_batch(items, packing)) == items
     restored = items_from_state(items_to_state(items))
-    assert all(items_equal(one, other) for one, other in zip(items, restored))
+    assert restored == items
     held = {id(parts_of(item.vision.samples[0])[0]) for item in restored}
     assert len(held) == len(TURNS)  # the samples of a prompt still share its patches
 

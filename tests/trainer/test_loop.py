@@ -109,6 +109,20 @@ def walk(tmp_path):
     return lambda **settings: Walk(tmp_path, **settings)
 
 
+@pytest.mark.parametrize(
+    ("output", "written"), [({}, 2), ({"num_trajectories_to_save": 1}, 1), ({"save_trajectories": False}, 0)]
+)
+def test_the_table_is_given_all_records_of_a_step_and_files_those_that_are_kept(walk, tmp_path, output, written):
+    trainer, shown, data = walk(**output), [], StepData([])
+    trainer.console.samples = lambda step, records: shown.append((step, records))
+    data.records += [{"prompt": "p", "reward": reward, "sample_id": n} for n, reward in enumerate((1.0, 0.0))]
+    trainer._finish_step(data)
+    files = list((tmp_path / "rollouts").glob("step_*.jsonl"))
+    assert (
+        shown == [(1, data.records)] and [len(list(read_jsonl(file))) for file in files] == [written][: bool(written)]
+    )
+
+
 def test_the_steps_are_made_while_the_collector_skips_what_start_up_made(walk, monkeypatch):
     inside = []
 

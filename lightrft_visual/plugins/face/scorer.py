@@ -127,7 +127,8 @@ class FaceSimilarity:
     (n, 3, size, size) images, `(pixel - 127.5) / scale`, to (n, D); ArcFace models are of this form. detector: a
     YuNet ONNX file that finds and aligns faces; without one each image is taken as an aligned face already.
     The reference image stands in the sample's reference, or in one of REFERENCE_COLUMNS, or else it is what
-    the sample was made from: its first frame or the image that was edited.
+    the sample was made from: its first frame or the image that was edited. Relative paths start at the data's folder
+    in columns, and at the working directory in references.
     An image in which no face is found does not apply (None): it is masked and counted, not scored 0.
     """
 

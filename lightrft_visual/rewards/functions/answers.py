@@ -11,7 +11,11 @@ from ...errors import ConfigError
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?")
-_DIVIDED = re.compile(r"(?:[\w)}%] ?[/⁄] ?\(?|\d(?: : |:)|\} ?\{|frac(?:\d\{)?)$")  # of a fraction, a ratio
+_PART = re.compile(r"(?:[\w)}%] ?[/⁄] ?\(?|\d(?: : |:)|\} ?\{|frac(?:\d\{)?|\^ ?[{(]?)$")  # of fraction, ratio, power
+_MINUS = str.maketrans("−–﹣－", "----")
+_APART = re.compile(r"((?:\A|[=:≈<>({\[$*])[ \t]*)-(?:[ \u00a0\u2009\u202f]|\\,)(?=\.?\d)")  # `x = - 3`, not `x - 3`
+_GAP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\\,|\{,\})(?=\d{3}(?!\d))")  # between groups of digits
+_HYPHENED = re.compile(r"(?:\d|(?<!\\)\b[A-Za-z]+)\Z")  # what makes a minus none: `3-5`, `COVID-19`, not `\approx-3`
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
 
@@ -84,15 +88,21 @@ class Exact:
         return [_equal(answer, reference, self._form) for answer, reference in zip(answers, references)]
 
 
+def plain_numbers(text: str) -> str:
+    """The text with numbers as programs write them: `-3` for `−3` and `x = - 3`, 1234 for groups of digits apart."""
+    return _GAP.sub("", _APART.sub(r"\1-", text.translate(_MINUS)))
+
+
 def last_number(text: str) -> float | None:
-    """The last number of a text: `1,234.5`, `-2e3`, `12%` (as 0.12), or None, also where it is but a part, as in `3/4`.
-    A `-` after a digit is not a sign."""
+    """The last number of a text: `1,234.5`, `-2e3`, `12%` (as 0.12), or None, also where it is but a part, as in `3/4`
+    or `10^3`. A minus behind a digit or a word is not a sign."""
+    text = plain_numbers(text)
     found = list(_NUMBER.finditer(text))
     start = found[-1].start() if found else 0
-    if not found or _DIVIDED.search(text, max(0, start - 7), start):
+    if not found or _PART.search(text, max(0, start - 7), start):
         return None
     token = found[-1].group()
-    if token[0] in "+-" and start > 0 and text[start - 1].isdigit():
+    if token[0] in "+-" and _HYPHENED.search(text, max(0, start - 20), start):
         token = token[1:]
     number = float(token.rstrip("%").replace(",", ""))
     number = number / 100 if token.endswith("%") else number
@@ -103,7 +113,7 @@ class Numeric:
     """1 when the last number of the final answer equals the reference's within the tolerances, else 0.
 
     tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference. A fraction
-    such as 3/4 is none, `math` reads it, nor is what may be a ratio or a time: 1:5, also of `Answer 1:5`.
+    such as 3/4 or a power is none, `math` reads them, nor is what may be a ratio or a time: 1:5, also of `Answer 1:5`.
     """
 
     needs_reference = True

@@ -5,7 +5,7 @@ import re
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from .answers import LATEX_TEXT, final_answer, tagged_answer
+from .answers import LATEX_TEXT, final_answer, plain_numbers, tagged_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on each call that its alarms are off
 _EXTRACTION = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -45,7 +45,8 @@ def _readings(text: str, latex: str, prose: bool) -> list[list]:
 
 def verify_answer(response: str, references: list[str]) -> float | None:
     """1.0 or 0.0, or None when no reference can be read as mathematics."""
-    gold = [parsed for text in references for parsed in _readings(text, text, False)]
+    response = plain_numbers(response)
+    gold = [parsed for text in map(plain_numbers, references) for parsed in _readings(text, text, False)]
     if not gold:
         return None
     tagged = tagged_answer(response)  # with tags nothing beside them counts, else there could be two answers

@@ -155,7 +155,9 @@ def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
                 raise BadReply(f"component {metric_name(name)!r} has {told}")
 
 
-def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS) -> RewardBatch:
+def decode_request(
+    body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS, all_pixels: int = 2**30
+) -> RewardBatch:
     """The batch of a request, either wire. Raises DataError that names the field, never its content.
 
     Args:
@@ -163,6 +165,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         max_samples: of the request.
         max_images: of a sample; also videos of a sample. A video has at most MAX_FRAMES frames.
         max_pixels: of an image or frame.
+        all_pixels: of all of them together, as few bytes may stand for many.
     """
     if not isinstance(body, Mapping):
         raise DataError("the body is not a JSON object")
@@ -170,7 +173,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     queries = body.get("query" if openrlhf else "queries")
     if not _is_strings(queries):
         raise DataError('"queries" must be a list of strings')
-    size = len(queries)
+    size, left = len(queries), all_pixels
     if not 0 < size <= max_samples:
         raise DataError(f"{size} samples in one request; 1 to {max_samples} are allowed")
 
@@ -189,7 +192,15 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         sample = [sample] if isinstance(sample, str) else sample or []
         if not isinstance(sample, list) or len(sample) > most:
             raise DataError(f'"{name}" must hold lists of at most {most} base64 images')
-        return [None if image is None else decode_image(image, max_pixels) for image in sample]
+        return [None if image is None else decoded(image) for image in sample]
+
+    def decoded(text: str) -> Any:
+        nonlocal left
+        image = decode_image(text, max_pixels)
+        left -= image.width * image.height
+        if left < 0:
+            raise DataError(f"the images of one request have more than {all_pixels} pixels together")
+        return image
 
     prompts, metadata, videos = column("prompts", ""), column("metadata", {}), column("videos")
     if not _is_strings(prompts):

@@ -176,8 +176,8 @@ def _evaluation(
     seed = config.train.seed if output.eval_seed is None else output.eval_seed
     drawn = replace(config.sampling, same_latent=False)
     sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), drawn, seed)
-    shown = output.num_trajectories_to_save if output.save_trajectories else 0
-    return DiffusionEvaluation(sampling, prompts, rewards, max(SHEET_IMAGES, shown), shown, gold)
+    shown = max(SHEET_IMAGES, output.records_kept)
+    return DiffusionEvaluation(sampling, prompts, rewards, shown, output.records_kept, gold)
 
 
 def _rewards(

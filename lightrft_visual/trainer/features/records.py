@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...experience.rollouts import release_media
+from ...observe.console import TABLE_EVERY
 from ...observe.recorder import Record, gather_records, select
 from ...runtime.host_memory import give_back_freed_memory
 from ..hooks import StepData, StepHook
@@ -12,8 +13,8 @@ from ..hooks import StepData, StepHook
 class RecordsHook(StepHook):
     """Chooses the records of each step; decoded media that no record shows leave the host's memory once scored.
 
-    count: records of a step, over all ranks; 0 keeps none. records_of: those of rollouts. releases: whether rollouts
-    hold media that nobody needs again, once all other hooks have seen them.
+    count: records of a step, over all ranks; the console's table has its two whatever it is. records_of: those of
+    rollouts. releases: whether rollouts hold media that nobody needs again, once all other hooks have seen them.
     """
 
     last = True
@@ -25,23 +26,28 @@ class RecordsHook(StepHook):
         """Models read the patches; images themselves were generated from and scored, and are shown by the records."""
         if not self.releases:
             return rollouts
-        own = select(self.records_of(rollouts), self.count, self.run_seed, self.context.step() + 1)
+        own = select(self.records_of(rollouts), *self._chosen())
         self.shown = {record["sample_id"] for record in own}
         give_back_freed_memory(release_media(rollouts, self.shown))
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
         """A collective where records are kept."""
-        if self.count:
+        count, *chosen = self._chosen()
+        if count:
             records = self.records_of(step.rollouts)
             if self.releases:  # hooks may have changed rewards since
                 records = [record for record in records if record["sample_id"] in self.shown]
-            step.records += gather_records(records, self.count, self.run_seed, self.context.step() + 1)
+            step.records += gather_records(records, count, *chosen)
         return step
+
+    def _chosen(self) -> tuple[int, int, int]:
+        """(how many, seed, step) of this step's records."""
+        step = self.context.step() + 1
+        return max(self.count, 0 if step % TABLE_EVERY else 2), self.run_seed, step
 
 
 def build(parts: Any) -> RecordsHook:
     """Always: without records all media are released."""
-    output = parts.config.output
-    count = output.num_trajectories_to_save if output.save_trajectories else 0
-    return RecordsHook(count, parts.config.train.seed, parts.records_of, releases=parts.kind == "vl")
+    count, seed = parts.config.output.records_kept, parts.config.train.seed
+    return RecordsHook(count, seed, parts.records_of, releases=parts.kind == "vl")

@@ -499,8 +499,7 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
         first_token_temperature=None,
     )
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
-    output, seed = config.output, config.train.seed
-    kept = output.num_trajectories_to_save if output.save_trajectories else 0
+    output, seed, kept = config.output, config.train.seed, config.output.records_kept
     samples, own_seed = EvaluationRows(eval_set), output.eval_seed
     at_once = max(config.rollout.rollout_batch_size, EVALUATED_AT_ONCE)
     return Evaluation(maker, prompts, sampling, greedy, kept, seed, samples, own_seed, gold, at_once)

@@ -1,5 +1,6 @@
 """What a diffusion step sends to other ranks for the records that it keeps, and the order of the pairs of a file."""
 
+import math
 import pickle
 from types import SimpleNamespace
 
@@ -21,13 +22,13 @@ from lightrft_visual.trainer.hooks import StepData
 SAMPLES, KEPT = 24, 6
 
 
-def step(shape: tuple[int, ...], **output):
-    """(the step's records, its media)."""
+def step(shape: tuple[int, ...], before: int = 3, **output):
+    """(the step's records, its media). before: steps that are finished."""
     config = DiffusionRunConfig()
     config.output.num_trajectories_to_save = KEPT
     vars(config.output).update(output)
     hook = records.build(SimpleNamespace(config=config, kind="diffusion", records_of=records_of_drawn))
-    hook.setup(SimpleNamespace(step=lambda: 3))
+    hook.setup(SimpleNamespace(step=lambda: before))
     media, ids = torch.rand(SAMPLES, *shape), torch.arange(SAMPLES)
     scored = RewardOutput(torch.rand(SAMPLES), {"red": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
     rows = SimpleNamespace(prompts=["a red circle"] * SAMPLES, group_ids=ids // 4, sample_ids=ids)
@@ -72,6 +73,13 @@ def test_ranks_tell_all_others_of_their_records_without_media_and_give_rank_0_th
         assert (torch.from_numpy(own) == (whole.movedim(0, 1) if whole.dim() == 4 else whole)).all()
     blank = [{**record, kind: []} for record in found for kind in ("images", "videos") if record.get(kind)]
     assert of_rank_1 == blank
+
+
+@pytest.mark.parametrize("output", [{"save_trajectories": False}, {"num_trajectories_to_save": 0}])
+def test_without_files_the_steps_that_have_a_table_keep_the_best_and_the_worst_record(monkeypatch, output):
+    monkeypatch.setattr(torch, "rand", lambda *shape: torch.linspace(0, 1, math.prod(shape)).reshape(shape))
+    assert [record["sample_id"] for record in step((3, 2, 2), before=9, **output)[0]] == [0, SAMPLES - 1]
+    assert step((3, 2, 2), before=10, **output)[0] == []
 
 
 def test_samples_left_out_by_two_hooks_are_all_invalid():
