@@ -110,6 +110,23 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert lengths == ([2, 3, 4, 5] if packing else [5])
 
 
+def test_loaded_classifier_is_scored_at_its_last_token_and_refuses_ids_beyond_its_own(classifier):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    model.config.pad_token_id = 1  # other than the policy's, which these samples are padded with
+    samples = make_samples(["a", "b", "c", "d"])
+    tokens = [ids[mask.bool()] for ids, mask in zip(samples.sequences, samples.attention_mask)]
+    alone = [model(each[None]).logits.item() for each in tokens]
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    scored = RewardComputationEngine(model, tokenizer=tokenizer).compute_rewards([samples]).score
+    assert torch.allclose(scored, torch.tensor(alone), atol=1e-5)
+
+    model.config.vocab_size = max(int(each.max()) for each in tokens)
+    with pytest.raises(RewardError, match="gets the policy's token ids, .* --reward_pretrain FOLDER"):
+        RewardComputationEngine(model).compute_rewards([samples])
+
+
 MODULES = """
 import torch
 
