@@ -33,7 +33,7 @@ from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
-from ...runtime.usercode.calls import AsRewardError
+from ...runtime.usercode.calls import users_code
 from ...runtime.usercode.loading import callable_name
 from ...runtime.usercode.sandbox import signature_of
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, Source
@@ -293,7 +293,8 @@ class TorchModel(HeldModel):
             return self._run(model, samples, self._more(batch.select(group), call.device), call.device)
 
         groups = by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing)
-        return to_scores(self._scored(len(batch), groups, values, call.device))
+        with users_code(f"reward model {self.name}"):
+            return to_scores(self._scored(len(batch), groups, values, call.device))
 
     def _more(self, part: RewardBatch, device: Any) -> dict[str, Any]:
         """What the forward asks for beside ids and mask."""
@@ -311,8 +312,7 @@ class TorchModel(HeldModel):
             )
         ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-        with AsRewardError(f"reward model {self.name}"):
-            values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
+        values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
         if values.numel() != len(samples):
             raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
         return values.flatten().tolist()
@@ -345,7 +345,7 @@ class EngineModel(Source):
             "references": batch.references,
             "labels": batch.labels,
         }
-        with AsRewardError(f"reward model {self.name}"):
+        with users_code(f"reward model {self.name}"):
             output = self.model(None, None, **arguments)
             if isinstance(output, Mapping) and "score" not in output:
                 raise RewardError(f"reward model {self.name} returned a {type(output).__name__} without score")

@@ -1,3 +1,5 @@
+import os
+import random
 import shutil
 from types import SimpleNamespace
 
@@ -197,6 +199,21 @@ def test_torch_module_errors():
         RewardComputationEngine(Wrong()).score_media(["a"], [Image.new("RGB", (2, 2))])
     engine = RewardComputationEngine(Wrong(), config=RewardConfig(reward_max_invalid=1.0))
     assert engine.compute_rewards([make_samples(["a", "b", "c"])]).valid.sum() == 1  # scores that are not finite
+
+
+@pytest.mark.parametrize("base_model", (None, torch.nn.Linear(1, 1)), ids=("engine", "module"))
+def test_what_a_reward_model_changes_is_put_back(base_model, tmp_path, monkeypatch):
+    class Changes(SumOfTokens):
+        def forward(self, *args, **kwargs):
+            random.seed(0)
+            os.chdir("/")
+            return torch.ones(2)
+
+    monkeypatch.chdir(tmp_path)
+    model, before = Changes(), random.getstate()
+    model.base_model = base_model
+    assert RewardComputationEngine(model).compute_rewards([make_samples(["a", "b"])]).score.tolist() == [1.0, 1.0]
+    assert os.getcwd() == str(tmp_path) and random.getstate() == before
 
 
 def test_engine_backed_model_is_called_once_with_the_contracts_names():
