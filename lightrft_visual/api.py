@@ -34,6 +34,7 @@ from .arguments import (
     emptied,
     episode_settings,
     name_of,
+    noted,
     plain_settings,
     refuse_both,
     reward_settings,
@@ -139,37 +140,52 @@ class _Trainer:
         self._measured: list[dict[str, float]] = []  # evaluations of what `fit` trained, in this process
         self._closed = False
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
+<<<<<<< HEAD
         talks = names_of(self.root.schema).knows("environment")
         episodes = {"environment": environment, "tools": tools}
         settings |= {name: each for name, each in episodes.items() if each is not None and (talks or each)}
+=======
+        said: Said = {}
+        wrong: list[ConfigError] = []
+>>>>>>> mendA
         with names_given() as self._given:
-            said = by_path(settings, self.root.schema)
-            own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, said)
-            settings |= episode_settings(settings) | data_settings(said)
+            with noted(wrong):
+                said = by_path(settings, self.root.schema)
+            own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, said, wrong)
+            with noted(wrong):
+                settings |= episode_settings(settings)
+            with noted(wrong):
+                settings |= data_settings(said)
+            plain = plain_settings(settings, self.root.schema, wrong)
             recipes = [config] if isinstance(config, str | os.PathLike) else config
             argv = [word for recipe in recipes for word in ("--config", str(recipe))]
             files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
             self.config = parse_run(
                 self.root.schema, argv, defaults=self.defaults,
-                settings=own | plain_settings(settings, self.root.schema), files=files,
+                settings=own | plain, files=None if wrong else files, wrong=wrong,
             ).config  # fmt: skip
             if missing := files(self.config):
                 raise together([ConfigError(line) for line in missing])
 
     def _settings_of(
-        self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any, said: Said
+        self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any, said: Said,
+        wrong: list[ConfigError],
     ) -> dict[str, Any]:  # fmt: skip
         """What the arguments say, as settings; objects by their names."""
         given: dict[str, Any] = {}
         if model is not None:
             given["pretrain"] = give("model", model) if self._loaded else str(model)
-        if reward_funcs is not None or reward_weights is not None:
-            given |= self._rewards(reward_funcs, reward_weights)
-        if train_dataset is not None:
-            given |= self._training_data(train_dataset, said)
-        if eval_dataset is not None:
-            given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(said, "eval_split"))
-        refuse_both(by_path(given, self.root.schema), said)
+        with noted(wrong):
+            if reward_funcs is not None or reward_weights is not None:
+                given |= self._rewards(reward_funcs, reward_weights)
+        with noted(wrong):
+            if train_dataset is not None:
+                given |= self._training_data(train_dataset, said)
+        with noted(wrong):
+            if eval_dataset is not None:
+                given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(said, "eval_split"))
+        with noted(wrong):
+            refuse_both(by_path(given, self.root.schema), said)
         return emptied(given) | given
 
     def fit(self) -> Result:

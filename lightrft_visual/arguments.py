@@ -96,14 +96,28 @@ def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def plain_settings(settings: Mapping[str, Any], schema: type) -> dict[str, Any]:
-    """Settings of a configuration's class as YAML would hold them; a function under a name that is no setting's by its
-    own name, as the name is what is wrong."""
+@contextmanager
+def noted(wrong: list[ConfigError]) -> Iterator[None]:
+    """A ConfigError in here is put down, and what follows goes on: all that is wrong is told at once."""
+    try:
+        yield
+    except ConfigError as error:
+        wrong.append(error)
+
+
+def plain_settings(settings: Mapping[str, Any], schema: type, wrong: list[ConfigError]) -> dict[str, Any]:
+    """Settings of a configuration's class as YAML would hold them; a function by its own name: under a name that is no
+    setting's that name is what is wrong.
+
+    Args:
+        settings: of a program.
+        schema: the configuration's class.
+        wrong: takes an error for each function under the name of a setting, which is left out.
+    """
     functions = {k: name_of(v) for k, v in settings.items() if callable(v) and not isinstance(v, os.PathLike)}
-    for name, own in functions.items():
-        if names_of(schema).find(name):
-            raise ConfigError(f"{name} is {own}, of the program: give text or a number")
-    return {name: _plain(value) for name, value in (settings | functions).items()}
+    bad = [name for name in functions if names_of(schema).find(name)]
+    wrong += [ConfigError(f"{name} is {functions[name]}, of the program: give text or a number") for name in bad]
+    return {name: _plain(value) for name, value in (settings | functions).items() if name not in bad}
 
 
 def _plain(value: Any) -> Any:

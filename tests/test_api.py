@@ -212,6 +212,14 @@ def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):
 
 
 @pytest.mark.plugin("embedded")
+@pytest.mark.plugin("compat")
+def test_wrong_arguments_are_told_beside_wrong_settings():
+    told = ["a reward is a function", "environment is a int", "unknown setting 'lerning_rate'", "max_steps is 'x'"]
+    with pytest.raises(ConfigError) as refused:
+        GRPOTrainer(reward_funcs=5, environment=5, lerning_rate=1, max_steps="x", use_vllm="no")
+    assert all(each in str(refused.value) for each in (*told, "--engine_type hf")), refused.value
+
+
 def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is_fit():
     trainer, other = (GRPOTrainer(model="embedded", reward_funcs=score) for _ in range(2))
     trainer.close()

@@ -278,7 +278,7 @@ class AdvantageCalculator:
         raise NotImplementedError(f"{type(self).__name__} does not compare rewards within a group")
 
     def compute(
-        self, experience: Any, final_reward: T, gamma: float, generate_kwargs: Mapping[str, Any]
+        self, experience: Any, final_reward: T, gamma: float | None, generate_kwargs: Mapping[str, Any]
     ) -> tuple[T, T, dict[str, T]]:
         """(advantages (B, A), returns (B, A), info) of one micro-batch.
 
@@ -286,7 +286,7 @@ class AdvantageCalculator:
             experience: the micro-batch, with action_mask (B, A).
             final_reward: (B, A) from `compute_reward`, or (B) rewards, which then stand at the last action without a KL
                 term.
-            gamma: discount of an action.
+            gamma: discount of an action; None: 1.
             generate_kwargs: lambd (default: the config's), for estimators with a critic; never changed.
 
         Returns:
@@ -294,6 +294,7 @@ class AdvantageCalculator:
         """
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
+        gamma = 1.0 if gamma is None else gamma
         advantages, returns = self._over_time(experience, rewards, gamma, generate_kwargs)
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
@@ -578,9 +579,10 @@ def _flat_rewards(rewards: T | Sequence[T], sizes: list[int]) -> T:
 
 def _valid(experience: Any) -> T:
     """(B) bool; all true where the experience carries no such mark."""
-    if experience.valid is None:
+    valid = getattr(experience, "valid", None)  # LightRFT's have none
+    if valid is None:
         return torch.ones(len(experience.action_mask), dtype=torch.bool, device=experience.action_mask.device)
-    return experience.valid.bool()
+    return valid.bool()
 
 
 def _counted(experience: Any) -> T:

@@ -153,9 +153,9 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
         elif url and "://" not in url and "=" not in url:
             yield f"--remote_rm_url: {shown_url(url)!r}: write it as http://host:port/path"
     if given("reward", "reward_recipe") or given("reward", "components"):
-        yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.reward)
+        yield from registry.services.load("recipes").wrong_names(config.reward)
     if given("guard", "gold_recipe") and hasattr(config, "reward"):
-        yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.guard.gold(config.reward))
+        yield from registry.services.load("recipes").wrong_names(config.guard.gold(config.reward))
     packages = {
         given("rollout", "engine_type"): True,
         "liger_kernel": given("model", "use_liger_kernel"),

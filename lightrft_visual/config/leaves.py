@@ -243,7 +243,8 @@ class Names:
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""
-        texts = self.advice.get(plain) or self.advice.get(plain.rpartition(".")[2], ())
+        forms = plain, plain.removeprefix("config."), plain.rpartition(".")[2]  # flow_grpo begins with `config.`
+        texts = next((self.advice[form] for form in forms if form in self.advice), ())
         for text in (texts,) if isinstance(texts, str) else texts:
             if all(self.find(flag) for flag in FLAG.findall(text)):
                 return text

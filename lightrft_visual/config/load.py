@@ -70,6 +70,7 @@ def parse_run(
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     files: Files = None,
+    wrong: Sequence[ConfigError] = (),
 ) -> ParsedRun:
     """Read a run's configuration. Plugins are imported before anything is checked.
 
@@ -83,6 +84,7 @@ def parse_run(
         settings: those of a program, above all.
         files: says what the sections that are right name and is not there, which is told beside what is wrong, but for
             a dry run; None: nothing is looked for.
+        wrong: what was found before.
 
     Raises:
         ConfigError: one that names every setting that is wrong, and where it was written.
@@ -93,7 +95,7 @@ def parse_run(
     line = parse_command_line(arguments, names)
     files = None if line.dry_run else files
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
-    chosen, wrong = list(line.settings), list(line.wrong)
+    chosen, wrong = list(line.settings), [*wrong, *line.wrong]
     chosen += [Setting(name, value, KEYWORD) for name, value in (settings or {}).items()]
     try:
         chosen[:0] = [setting for name in line.configs for setting in reader.read(name)]

@@ -50,7 +50,7 @@ reward_forms = Registry("form of reward functions", Choice)  # a `rewards.local.
 tasks = Registry("built-in task", kinds.Task, "config")  # prompt_data of vision-language runs
 drawing_tasks = Registry("built-in drawing task", kinds.Task, "config")  # and of diffusion runs
 checkpoint_resolvers = Registry("built-in model", kinds.CheckpointResolver, "model, name, task")
-services = Registry("service of a plug-in", Choice)  # a module with the functions that callers name
+services = Registry("service", Choice)  # of a room above or a plug-in: a module with functions that callers name
 
 
 def service(name: str) -> Any | None:
@@ -443,6 +443,7 @@ entry("converter", "compat.convert", "files of TRL, verl, OpenRLHF and EasyR1 as
 entry("lightrft", "compat.lightrft", "experience makers with the strategy and the arguments of LightRFT")
 entry("other_environments", "compat.environments", "environments of TRL, OpenRLHF and OpenEnv")
 entry("other_names", "compat.names", "settings under the names of TRL, verl, EasyR1, OpenRLHF and Flow-GRPO")
+services.below(PACKAGE)("recipes", "rewards.recipe", "what recipes of rewards name that is not there")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Ask each reward once, with a sample of the data, before any model loads: what cannot work is said at the start of a
 run, with what was asked and what was answered.
 
-Users' functions are called in a copy of their file that is loaded for this, and goes afterwards; servers are asked all
-at once. Models, built-in scorers and actors of Ray are not asked: their files and settings are checked elsewhere.
+Users' functions are called, with the sample twice, in a copy of their file that is loaded for this, and goes
+afterwards; servers are asked all at once. Models, built-in scorers and actors of Ray are not asked: their files and
+settings are checked elsewhere.
 """
 
 import asyncio
@@ -200,6 +201,10 @@ class _Probe:
                 break
         return list(found.values())
 
+    def _twice(self, index: int) -> RewardBatch:
+        """A sample two times: of one alone a mean, or a list of one number, passes as a score of each sample."""
+        return self._batch(index).select([0, 0])
+
     def _loads(self, index: int) -> bool:
         """Whether the sample can be read; what happens to one that cannot, `on_bad_row` says when the run meets it."""
         with suppress(DataError):
@@ -211,7 +216,7 @@ class _Probe:
         problems: list[str] = []
         several = self.config.on_reward_error == "skip"
         for each in filter(self._loads, range(index, min(index + (TRIES if several else 1), len(self.data)))):
-            problem = self._score(job, self._batch(each))
+            problem = self._score(job, self._twice(each))
             if problem is None:
                 break
             problems.append(f"{problem}\n    asked with {shown_sample(self._batch(each))}")
@@ -232,7 +237,7 @@ class _Probe:
 
     def _take(self, job: Job, scores: Scores) -> str | None:
         """Keep the score. Why there is none, as of `_score`."""
-        scores = pick_output(scores, job, [0])
+        scores = pick_output(scores, job, [0] * len(scores.values))
         reasons = [reason for reason in scores.reasons if not reason.endswith(NOT_SCORED)]
         if bool(scores.failed.any()) and reasons:
             return f"reward {job.name}: {reasons[0]}"
@@ -246,7 +251,7 @@ class _Probe:
         function, batch = engine.aggregator, self._batch(index)
         scores = [self.scores.get(id(job.source), UNKNOWN) for job in engine.jobs_of(batch.labels[0])]
         known = [UNKNOWN if score != score else score for score in scores]
-        function.given[scores_parameter(function.signature)] = [torch.tensor([score]) for score in known]
+        function.given[scores_parameter(function.signature)] = [torch.tensor([score] * 2) for score in known]
         self._ask_function(Job(function.name, function, [0], torch.ones(1)), index)
 
     # -- servers -------------------------------------------------------------------------------------------------
@@ -256,7 +261,7 @@ class _Probe:
         batch, source = self._batch(index), job.source
         if isinstance(source, RemoteReward):
             return [source.client.loop.submit(_asked(source, url, batch)) for url in source.replicas]
-        return [source.submit(batch, Call(1, model_device()))]
+        return [source.submit(self._twice(index), Call(1, model_device()))]
 
     def _wait(self, futures: list[Future], started: float) -> None:
         late = wait(futures, max(0.0, started + SAID_AFTER - time.monotonic())).not_done

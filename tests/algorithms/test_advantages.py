@@ -361,6 +361,16 @@ class TestCompute:
         advantages, returns, _ = calculator.compute(batch, torch.tensor([1.0, 0.0]), 1.0, {})
         assert advantages.shape == returns.shape == batch.action_mask.shape
 
+    def test_an_experience_of_lightrft_without_a_discount_is_as_one_of_ours_with_1(self):
+        """Without marks of validity, and gamma None."""
+        ours = experience([1], width=3, values=torch.ones(1, 3))
+        theirs = SimpleNamespace(action_mask=ours.action_mask, values=ours.values, info=None)
+        calculator = get_advantage_calculator("gae", AlgorithmConfig())
+        found, wanted = (
+            calculator.compute(each, torch.tensor([5.0]), g, {}) for each, g in ((theirs, None), (ours, 1))
+        )
+        torch.testing.assert_close(found, wanted)
+
 
 class TestDistillation:
     """On-policy distillation: the teacher's log-probs on the policy's own samples."""

@@ -52,7 +52,8 @@ def test_settings_of_trl_that_ask_for_what_is_so_anyway_are_taken_with_a_line():
     run = parse_run(argv=["--use_vllm", "--report_to", "none", "--num_generations", "8"])
     assert run.config.rollout.n_samples_per_prompt == 8
     assert [note.split(" ")[0] for note in run.notes] == ["use_vllm", "report_to"]
-    assert "write --engine_type hf" in error_of("--use_vllm", "false")
+    told = error_of("--use_vllm", "false", "--report_to", "wandb")
+    assert "use_vllm is 'false'; write --engine_type hf" in told and "report_to is 'wandb'; write --use_wandb" in told
 
 
 def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):

@@ -121,6 +121,11 @@ def test_an_update_takes_the_whole_rollout_unless_something_smaller_is_asked_for
     assert sizes(flags) == expected and [record.getMessage() for record in caplog.records] == told
 
 
+def test_small_rollouts_of_the_embedded_model_are_one_update_without_a_line_about_a_size_that_nobody_gave(caplog):
+    config = load_config(RunConfig, "--rollout_batch_size 2 --n_samples_per_prompt 8".split())
+    assert config.train.train_batch_size == 16 and not caplog.records
+
+
 def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work():
     told = (
         r"rollout_batch_size 128 \(the default\) \* n_samples_per_prompt 5 = 640 samples do not divide into updates of "

@@ -92,7 +92,7 @@ def test_rows_of_the_data_page_parse() -> None:
 def test_the_example_of_a_differentiable_reward_works(tmp_path: Path) -> None:
     (tmp_path / "smooth.py").write_text(re.search(r"```python\n(.*?)```", DOCS["reward_fl"], re.S)[1])
     media = torch.rand(2, 3, 4, 4, requires_grad=True)
-    check_scores(load_differentiable(f"{tmp_path}/smooth.py:smooth")(media, ["", ""], [{}, {}]), 2, "smooth")
+    check_scores(load_differentiable(f"{tmp_path}/smooth.py:smooth")(media, ["", ""], [{}, {}]), media, "smooth")
 
 
 def test_the_example_of_checkpoints_saves_and_resumes_and_verifies(tmp_path: Path, monkeypatch) -> None:

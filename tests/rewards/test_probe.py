@@ -1,4 +1,4 @@
-"""What is wrong with a reward is said when it is asked with one sample, before anything loads."""
+"""What is wrong with a reward is said when it is asked with a sample, before anything loads."""
 
 import random
 import sys
@@ -20,7 +20,8 @@ from lightrft_visual.rewards.remote.wire import wires_of
 from lightrft_visual.rewards.settings import check_reward_config
 
 FUNCTIONS = {
-    "wrong_length": ("return [1.0, 2.0]", "returned 2 scores for 1 samples"),
+    "wrong_length": ("return [1.0]", "returned 1 scores for 2 samples"),
+    "mean": ("return torch.ones(len(prompts)).mean()", "returned shape ()"),
     "none": ("return None", "returned NoneType"),
     "raises": ("raise KeyError('answer')", "raised KeyError: 'answer'"),
     "leaves": ("raise SystemExit(0)", "called sys.exit(0)"),
@@ -51,12 +52,12 @@ def functions(tmp_path):
     bodies = "".join(f"def {name}(prompts, images):\n    {body}\n\n" for name, (body, _) in FUNCTIONS.items())
     path.write_text(
         f"import random\nimport torch\ncalls = 0\n\n{bodies}"
-        "def needs(prompts, difficulty):\n    return [1.0]\n\n"
+        "def needs(prompts, difficulty):\n    return [1.0] * len(prompts)\n\n"
         "def good(prompts, images):\n    global calls\n    calls += 1\n    random.seed(0)\n"
-        "    return [float(calls)]\n\n"
+        "    return [float(calls)] * len(prompts)\n\n"
         "def picky(prompts, labels):\n    return [1.0 if label == 'b' else labels.fail for label in labels]\n\n"
-        "def by_hand(model_reward_list, labels):\n    return [float(len(model_reward_list))]\n\n"
-        "def of_scores(scores):\n    return [float(len(scores))]\n\n"
+        "def by_hand(model_reward_list, labels):\n    return [float(len(model_reward_list))] * len(labels)\n\n"
+        "def of_scores(scores):\n    return [float(len(scores))] * len(scores[0])\n\n"
         "def by_hand_wrong(model_reward_list, labels):\n    return [model_reward_list[7]]\n"
     )
     return path
@@ -110,8 +111,8 @@ def test_functions_of_a_file_share_one_execution_whose_trials_are_gone_before_th
     """A model that the file makes would else lie on the device twice, for the whole run."""
     monkeypatch.setattr(sys, "held", [], raising=False)
     path, text = tmp_path / "mine.py", "import sys, weakref\nclass Model: pass\nmodel = Model()\n"
-    text += "sys.held.append(weakref.ref(model))\ndef one(prompts):\n    return [1.0]\n"
-    path.write_text(f"{text}def two(prompts):\n    return [1.0]\n")
+    text += "sys.held.append(weakref.ref(model))\ndef one(prompts):\n    return [1.0] * len(prompts)\n"
+    path.write_text(f"{text}def two(prompts):\n    return [1.0] * len(prompts)\n")
     config = RewardConfig(reward_fn=f"{path}:one,{path}:two")
     check_reward_config(config)
     assert probed(config, DATA, batch_of) == config

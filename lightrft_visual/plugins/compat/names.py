@@ -4,7 +4,7 @@ names      the same setting under another name, by kind of run: any, vl, sft, di
 words      settings whose values are words: the settings here that each word stands for. Those behind its first give
            way to what a command says itself.
            like: a setting here that takes the same kind of value, of the runs that have the word; without words every
-           value asks for what is so anyway; told: what is said of other words
+           value asks for what is so anyway; told: what to write in place of other words
 advice     what to write instead, as in config/spellings.py; by one name, or by several with commas
 converts   what `convert` reads of a system: its own names where a file is known to be of it, what stands there where
            a file says nothing (for what a run learns, not sizes of micro-batches, memory, checkpoints and
@@ -58,8 +58,8 @@ def _translation(
 ) -> Translation:
     if words is None:
         return Translation(like, lambda value: {}, about)
-    refused = told or f"{name} is {{0!r}}; of the values there, here are {', '.join(words)}"
-    return Translation(like, by_word(words, refused), about)
+    told = told or f"of the values there, here are {', '.join(words)}"
+    return Translation(like, by_word(words, f"{name} is {{0!r}}; {told}"), about)
 
 
 SPOKEN, CONVERTS = _read()

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
@@ -62,15 +63,17 @@ def users_reward(function: LoadedFunction) -> PixelReward:
     return score
 
 
-def check_scores(found: Any, count: int, name: str) -> tuple[T, T]:
+def check_scores(found: Any, media: T, name: str) -> tuple[T, T]:
     """(scores (B), valid (B) bool); of scores alone all are valid. Raises RewardError unless there is one score for
-    each sample, with a gradient. Whether they are finite is left to who reads them: the device is not waited for.
+    each sample, with a gradient that reaches the media. Whether they are finite is left to who reads them: the device
+    is not waited for.
 
     Args:
         found: what a `PixelReward` returned.
-        count: B, the samples that it was asked about.
+        media: (B, …) what it was asked about.
         name: of the reward, for the error.
     """
+    count = len(media)
     pair = (found, torch.ones_like(found)) if isinstance(found, T) else found
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, T) for each in pair)):
         inside = f" of {', '.join(type(each).__name__ for each in found)}" if isinstance(found, tuple) else ""
@@ -81,9 +84,23 @@ def check_scores(found: Any, count: int, name: str) -> tuple[T, T]:
     scores, valid = pair[0], pair[1].bool()
     if scores.shape != (count,) or valid.shape != (count,):
         raise RewardError(f"{name}: {tuple(scores.shape)} scores and {tuple(valid.shape)} marks for {count} samples")
-    if not scores.requires_grad and bool(valid.any()):
-        raise RewardError(f"{name}: its scores carry no gradient, so there is nothing to learn from")
+    if not (scores.requires_grad and _reaches(scores, media)) and bool(valid.any()):
+        raise RewardError(f"{name}: its scores carry no gradient of the media, so there is nothing to learn from")
     return scores, valid
+
+
+def _reaches(scores: T, media: T) -> bool:
+    """Whether the gradient of the scores comes to the media, and not to a scorer's weights alone; of media without
+    gradient nothing is known. The graph tells it, and nothing is computed."""
+    if not media.requires_grad:
+        return True
+    wanted, seen, waiting = get_gradient_edge(media).node, set(), [get_gradient_edge(scores).node]
+    while waiting and wanted not in seen:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return wanted in seen
 
 
 def check_finite(scores: T, valid: T, name: str) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ...config.shared import RewardConfig
 from ...data.rendering import MediaConventions, prompt_ids, special_tokens, without_marks
@@ -26,7 +33,7 @@ from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
-from ...runtime.usercode.calls import AsRewardError
+from ...runtime.usercode.calls import users_code
 from ...runtime.usercode.loading import callable_name
 from ...runtime.usercode.sandbox import signature_of
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, Source
@@ -267,12 +274,15 @@ class TorchModel(HeldModel):
     raw_images, img_num, and pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw as the policy reads them.
 
     It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. `packing`: samples of equal length only
-    share a call, so that it never sees padding.
+    share a call, so that it never sees padding. What pads is the pad token of a transformers model, else the policy's.
     """
 
     def __init__(self, name: str, model: nn.Module, pad_id: int, offload: bool, packing: bool) -> None:
         super().__init__(name, model, offload)
-        self.pad_id, self.packing = pad_id, packing
+        config = getattr(model, "config", None)
+        own = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+        self.vocabulary, own_id = getattr(own, "vocab_size", None), getattr(own, "pad_token_id", None)
+        self.pad_id, self.packing = pad_id if own_id is None else own_id, packing  # classifiers find their end by it
         parameters = signature_of(model).parameters
         takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         takes_all = takes_all and not isinstance(model, PreTrainedModel)  # those hand them on to their layers
@@ -289,7 +299,8 @@ class TorchModel(HeldModel):
             return self._run(model, samples, self._more(batch.select(group), call.device), call.device)
 
         groups = by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing)
-        return to_scores(self._scored(len(batch), groups, values, call.device))
+        with users_code(f"reward model {self.name}"):
+            return to_scores(self._scored(len(batch), groups, values, call.device))
 
     def _more(self, part: RewardBatch, device: Any) -> dict[str, Any]:
         """What the forward asks for beside ids and mask."""
@@ -299,10 +310,15 @@ class TorchModel(HeldModel):
         return placed | {name: MODEL_INPUTS[name](part) for name in self.inputs if name in MODEL_INPUTS}
 
     def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:
+        highest = max(int(sample.max()) for sample in samples)
+        if self.vocabulary is not None and highest >= self.vocabulary:
+            raise RewardError(
+                f"reward model {self.name} gets the policy's token ids, and knows {self.vocabulary} of them, not "
+                f"{highest}: one with a tokenizer of its own is given as a folder, --reward_pretrain FOLDER"
+            )
         ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-        with AsRewardError(f"reward model {self.name}"):
-            values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
+        values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
         if values.numel() != len(samples):
             raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
         return values.flatten().tolist()
@@ -335,7 +351,7 @@ class EngineModel(Source):
             "references": batch.references,
             "labels": batch.labels,
         }
-        with AsRewardError(f"reward model {self.name}"):
+        with users_code(f"reward model {self.name}"):
             output = self.model(None, None, **arguments)
             if isinstance(output, Mapping) and "score" not in output:
                 raise RewardError(f"reward model {self.name} returned a {type(output).__name__} without score")

@@ -269,9 +269,16 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
         name: of it, for messages.
         arguments: by name; with POSITIONAL and SAMPLES, as of `invoke`.
     """
-    what = f"reward function {name}"
-    with AsRewardError(what), put_back(what), watched(what):
+    with users_code(f"reward function {name}"):
         return invoke(function, arguments)
+
+
+@contextlib.contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Around a user's code, `what`: its errors are RewardErrors, what it changes is put back, and a line says for how
+    long it has been running."""
+    with AsRewardError(what), put_back(what), watched(what):
+        yield
 
 
 @dataclass

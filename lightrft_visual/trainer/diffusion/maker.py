@@ -295,7 +295,7 @@ class TrainingReward:
     def __call__(self, media: torch.Tensor, requests: DrawingBatch) -> DifferentiableScore:
         metadata = [_with_first_frame(sample, images) for sample, images in zip(requests.metadata, requests.images)]
         found = self.function(media, requests.prompts, metadata)
-        return DifferentiableScore(*check_scores(found, len(requests), self.name))
+        return DifferentiableScore(*check_scores(found, media, self.name))
 
     def check_prompts(self, prompts: DrawPrompts, most_invalid: float) -> None:
         """Raise ConfigError where the reward says of more than this share of the prompts, or of all, that it could

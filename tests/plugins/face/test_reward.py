@@ -81,7 +81,7 @@ def test_samples_without_face_or_reference_are_marked() -> None:
     rows = [{"input_image": RED}, {"input_image": RED}, {}, {"reference_image": black}]
     scores, valid = reward(media, [""] * 4, rows)
     assert valid.tolist() == [True, False, False, False]
-    check_scores((scores, valid), 4, "face_similarity")
+    check_scores((scores, valid), media, "face_similarity")
     scores, valid = reward(torch.zeros(2, 3, 8, 8, requires_grad=True), ["", ""], rows[:2])
     assert not valid.any() and scores.requires_grad and scores.tolist() == [0.0, 0.0]  # no face at all: still a graph
 

@@ -1,3 +1,5 @@
+import os
+import random
 import shutil
 from types import SimpleNamespace
 
@@ -112,6 +114,7 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert lengths == ([2, 3, 4, 5] if packing else [5])
 
 
+<<<<<<< HEAD
 def test_torch_module_gets_the_images_of_observations_behind_the_prompts_as_its_grids_have_them():
     given = {}
 
@@ -124,6 +127,23 @@ def test_torch_module_gets_the_images_of_observations_behind_the_prompts_as_its_
     batch.episodes = [Episode(images=["seen", "last"]), None]
     models.local_model_source("model", Module(), RewardConfig(), None, False).score(batch, Call())
     assert given == {"images": [["first", "seen", "last"], ["second"]], "counts": [3, 1]}
+=======
+def test_loaded_classifier_is_scored_at_its_last_token_and_refuses_ids_beyond_its_own(classifier):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    model.config.pad_token_id = 1  # other than the policy's, which these samples are padded with
+    samples = make_samples(["a", "b", "c", "d"])
+    tokens = [ids[mask.bool()] for ids, mask in zip(samples.sequences, samples.attention_mask)]
+    alone = [model(each[None]).logits.item() for each in tokens]
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    scored = RewardComputationEngine(model, tokenizer=tokenizer).compute_rewards([samples]).score
+    assert torch.allclose(scored, torch.tensor(alone), atol=1e-5)
+
+    model.config.vocab_size = max(int(each.max()) for each in tokens)
+    with pytest.raises(RewardError, match="gets the policy's token ids, .* --reward_pretrain FOLDER"):
+        RewardComputationEngine(model).compute_rewards([samples])
+>>>>>>> mendA
 
 
 MODULES = """
@@ -196,6 +216,21 @@ def test_torch_module_errors():
         RewardComputationEngine(Wrong()).score_media(["a"], [Image.new("RGB", (2, 2))])
     engine = RewardComputationEngine(Wrong(), config=RewardConfig(reward_max_invalid=1.0))
     assert engine.compute_rewards([make_samples(["a", "b", "c"])]).valid.sum() == 1  # scores that are not finite
+
+
+@pytest.mark.parametrize("base_model", (None, torch.nn.Linear(1, 1)), ids=("engine", "module"))
+def test_what_a_reward_model_changes_is_put_back(base_model, tmp_path, monkeypatch):
+    class Changes(SumOfTokens):
+        def forward(self, *args, **kwargs):
+            random.seed(0)
+            os.chdir("/")
+            return torch.ones(2)
+
+    monkeypatch.chdir(tmp_path)
+    model, before = Changes(), random.getstate()
+    model.base_model = base_model
+    assert RewardComputationEngine(model).compute_rewards([make_samples(["a", "b"])]).score.tolist() == [1.0, 1.0]
+    assert os.getcwd() == str(tmp_path) and random.getstate() == before
 
 
 def test_engine_backed_model_is_called_once_with_the_contracts_names():

@@ -1,5 +1,6 @@
 """Which reward a diffusion run is trained on: the user's where there is one, the drawing task's own otherwise."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,20 @@ REQUESTS = drawing_batch([PromptRow("a", []), PromptRow("b", [])], [0, 1], first
 def test_what_is_no_score_with_a_gradient_is_refused_by_its_form(found, told):
     with pytest.raises(RewardError, match=told):
         TrainingReward("mine", lambda *given: found)(torch.zeros(2, 3, 8, 8), REQUESTS)
+
+
+@pytest.mark.parametrize("valid", (True, False))
+def test_scores_whose_gradient_ends_at_the_scorers_weights_are_refused_where_one_is_valid(valid):
+    """As of a processor that goes through PIL or NumPy: the weights of a loaded scorer require gradients."""
+    media, net = torch.rand(2, 3, 4, 4, requires_grad=True), torch.nn.Linear(48, 1)
+
+    def scored(seen):
+        scores = net(seen.flatten(1))[:, 0]
+        return TrainingReward("mine", lambda *given: (scores, torch.full((2,), valid)))(media, REQUESTS)
+
+    assert scored(media * 2).valid.tolist() == [valid] * 2
+    with pytest.raises(RewardError, match="no gradient of the media") if valid else nullcontext():
+        scored(media.detach())
 
 
 def test_marks_that_are_numbers_say_which_scores_are_valid():
