@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2732, "experience": 3158, "config": 5087, "runtime": 6092, "data": 3656,
-    "models": 6009, "rollout": 5393, "rewards": 4499, "algorithms": 1818, "trainer": 7730, "observe": 3608,
+    "": 2762, "experience": 3168, "config": 5096, "runtime": 6099, "data": 3659,
+    "models": 6009, "rollout": 5393, "rewards": 4550, "algorithms": 1820, "trainer": 7735, "observe": 3611,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
