@@ -140,14 +140,11 @@ class _Trainer:
         self._measured: list[dict[str, float]] = []  # evaluations of what `fit` trained, in this process
         self._closed = False
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
-<<<<<<< HEAD
         talks = names_of(self.root.schema).knows("environment")
         episodes = {"environment": environment, "tools": tools}
         settings |= {name: each for name, each in episodes.items() if each is not None and (talks or each)}
-=======
         said: Said = {}
         wrong: list[ConfigError] = []
->>>>>>> mendA
         with names_given() as self._given:
             with noted(wrong):
                 said = by_path(settings, self.root.schema)

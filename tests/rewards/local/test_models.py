@@ -114,7 +114,6 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert lengths == ([2, 3, 4, 5] if packing else [5])
 
 
-<<<<<<< HEAD
 def test_torch_module_gets_the_images_of_observations_behind_the_prompts_as_its_grids_have_them():
     given = {}
 
@@ -127,7 +126,8 @@ def test_torch_module_gets_the_images_of_observations_behind_the_prompts_as_its_
     batch.episodes = [Episode(images=["seen", "last"]), None]
     models.local_model_source("model", Module(), RewardConfig(), None, False).score(batch, Call())
     assert given == {"images": [["first", "seen", "last"], ["second"]], "counts": [3, 1]}
-=======
+
+
 def test_loaded_classifier_is_scored_at_its_last_token_and_refuses_ids_beyond_its_own(classifier):
     from transformers import AutoModelForSequenceClassification
 
@@ -143,7 +143,6 @@ def test_loaded_classifier_is_scored_at_its_last_token_and_refuses_ids_beyond_it
     model.config.vocab_size = max(int(each.max()) for each in tokens)
     with pytest.raises(RewardError, match="gets the policy's token ids, .* --reward_pretrain FOLDER"):
         RewardComputationEngine(model).compute_rewards([samples])
->>>>>>> mendA
 
 
 MODULES = """
