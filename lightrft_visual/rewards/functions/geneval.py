@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torchvision.ops import box_iou
 
 from ...runtime.offload import on_device
 from ...runtime.usercode.calls import Failed
@@ -31,8 +30,15 @@ ColourOf = Callable[[Image.Image, Sequence[Found]], list[str]]
 
 def overlap(a: Found, b: Found) -> float:
     """Intersection over union of two boxes, whose last pixels count too."""
-    one, other = (torch.tensor([each.box], dtype=torch.float64) + torch.tensor([0, 0, 1, 1]) for each in (a, b))
-    return box_iou(one, other).item()
+
+    def area(left: float, top: float, right: float, bottom: float) -> float:
+        return max(right - left + 1, 0) * max(bottom - top + 1, 0)
+
+    shared = area(
+        *(max(x, y) for x, y in zip(a.box[:2], b.box[:2])), *(min(x, y) for x, y in zip(a.box[2:], b.box[2:]))
+    )
+    union = area(*a.box) + area(*b.box) - shared
+    return shared / union if union else 0.0
 
 
 def kept(found: Sequence[Found], threshold: float, most: int = 16, most_overlap: float = 1.0) -> Objects:
