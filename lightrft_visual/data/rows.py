@@ -339,11 +339,7 @@ def _place_media(
     ordered: dict[str, list[Any]] = {kind: [] for kind in MEDIA}
     for kind in MEDIA:
         if listed[kind] and not any(part == kind for _, parts in parsed for part, _ in parts):
-            asked = next((parts for role, parts in parsed if role == "user"), None)
-            if asked is None:
-                raise DataError(f"no user message to put the {kind}s into", "prompt form")
-            start = next((place for place, (part, _) in enumerate(asked) if part == "text"), len(asked))
-            asked[start:start] = [(kind, None)] * len(listed[kind])
+            _put_before_text(parsed, kind, len(listed[kind]))
         open_places = sum(part == kind and own is None for _, parts in parsed for part, own in parts)
         if open_places != (given := len(listed[kind])):
             text = f"the prompt has {open_places} {kind} placeholder(s), the row has {given} {kind}(s)"
@@ -358,6 +354,15 @@ def _place_media(
         content = [{"type": "text", "text": own} if kind == "text" else {"type": kind} for kind, own in parts]
         normal.append({"role": role, "content": content})
     return normal, ordered["image"], ordered["video"]
+
+
+def _put_before_text(parsed: list[tuple[str, list]], kind: str, count: int) -> None:
+    for role, parts in parsed:
+        if role == "user":
+            start = next((place for place, (part, _) in enumerate(parts) if part == "text"), len(parts))
+            parts[start:start] = [(kind, None)] * count
+            return
+    raise DataError(f"no user message to put the {kind}s into", "prompt form")
 
 
 def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, str | None]:
