@@ -260,9 +260,9 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
 
 
 def _end_at_once(number: int, _: object) -> None:
-    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    by, code = ("Ctrl-C", INTERRUPTED) if number == signal.SIGINT else ("SIGTERM", 1)
     say_last(f"error: ended by {by} before the first step; there is nothing new to save")
-    os._exit(1)
+    os._exit(code)
 
 
 _end_at_once.ends_process = True  # so does, later in the run, a second Ctrl-C
@@ -285,6 +285,10 @@ def _train(trainer: PolicyTrainer) -> None:
     with trainer.state.listening():
         trainer.fit()
         trainer.close()
+        if trainer.state.exit_code:  # launchers end the others once one rank has left with it
+            from .runtime import collectives
+
+            collectives.barrier()
 
 
 def _fail(config: AnyConfig, error: BaseException) -> None:

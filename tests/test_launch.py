@@ -105,9 +105,10 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once_and_its_handler_goes
     handlers, before = [], signal.getsignal(signal.SIGTERM)
     ended(lambda: handlers.append(signal.getsignal(signal.SIGTERM)))
     assert signal.getsignal(signal.SIGTERM) is before and handlers[0] is not before
-    with pytest.raises(Ended, match="^1$"):
-        handlers[0](signal.SIGTERM, None)
-    assert "ended by SIGTERM before the first step" in capsys.readouterr().err
+    for number, code, name in ((signal.SIGTERM, 1, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")):
+        with pytest.raises(Ended, match=f"^{code}$"):
+            handlers[0](number, None)
+        assert f"ended by {name} before the first step" in capsys.readouterr().err
 
 
 def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):

@@ -81,7 +81,8 @@ class KilledRuns:
             if place is None:
                 assert code == 0, f"rank {rank} ended with {code}: {told}"
             elif self.number != signal.SIGKILL:
-                assert code in (0, 130, 143), f"rank {rank} ended with {code}: {told}"
+                expected = 130 if self.number == signal.SIGINT else 143
+                assert code == expected, f"rank {rank} ended with {code}: {told}"
             elif rank in dying:
                 # Of several, one may see that another has died before it comes there itself.
                 assert code == -9 or (code and -9 in codes), f"rank {rank} ended with {code} instead of dying: {told}"

@@ -13,7 +13,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Rollouts, Turn
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components
 from lightrft_visual.rewards.batch import Call, batch_from_samples
-from lightrft_visual.rewards.local.callables import say_once
+from lightrft_visual.rewards.local.callables import tell_once
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.trainer.vl.maker import give_rewards
 
@@ -540,7 +540,7 @@ def test_a_scorer_of_answers_is_told_once_where_a_model_draws(caplog):
     def whole(completions, batch):
         return [0.0] * len(batch.images)
 
-    say_once.cache_clear()
+    tell_once.cache_clear()
     for scored in (both, everything, whole, ones, ones):
         RewardComputationEngine(custom_reward_func=scored).score_media(["a"], images=[torch.ones(3, 2, 2)])
         RewardComputationEngine(custom_reward_func=scored).compute_rewards([make_samples(["a"])])

@@ -292,7 +292,7 @@ def check_inputs(
     own = {*INPUTS, *RESERVED} - {*OF_EPISODES, *ROLES, *settings, *(chosen.inputs if chosen.positions else ())}
     every = [key for key in INPUTS if key not in ON_DEMAND] if signature.takes_all and not chosen.closed else []
     if taken := [key for key in dict.fromkeys([*signature.names, *every]) if key in own.intersection(columns)]:
-        say_once(f"{name} gets the run's own {', '.join(taken)}; the columns of these names are in metadata")
+        tell_once(f"{name} gets the run's own {', '.join(taken)}; the columns of these names are in metadata")
     known = [*INPUTS, *RESERVED, *FALLBACKS, *chosen.inputs, *columns, *settings]
     for parameter in signature.required:
         if parameter not in known:
@@ -371,8 +371,8 @@ def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
 
 
 @cache
-def say_once(told: str, level: int = logging.WARNING) -> None:
-    """Of a function, which is checked more often, and asked before the run as well."""
+def tell_once(told: str, level: int = logging.WARNING) -> None:
+    """Once in a process: a function is checked more often, and asked before the run as well."""
     log.log(level, "reward function %s", told)
 
 
@@ -408,7 +408,7 @@ class CallableSource(Source):
         bound = self.function.keywords if isinstance(self.function, partial) else {}
         self._bound = {*bound}.difference(self.given)  # no column takes its place
         if self.form.told:
-            say_once(f"{self.name}: {self.form.told}; reward_form chooses another", logging.INFO)
+            tell_once(f"{self.name}: {self.form.told}; reward_form chooses another", logging.INFO)
 
     def _made(self, function: Callable[..., Any], device: Any) -> Callable[..., Any]:
         """The function, or what it makes; then the settings that it takes are no longer in `given`."""
@@ -461,7 +461,7 @@ class CallableSource(Source):
         reads, media = {*self.signature.names}, {"images", "videos", "frames", "image", "video", "batch"}
         if batch.generated and reads & {"completions", "responses"} and not (reads & media or self.signature.takes_all):
             blind = "reads responses, which are empty for what a model draws, and no images or videos"
-            say_once(f"{self.name} {blind}")
+            tell_once(f"{self.name} {blind}")
         given = dict(self.given)
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"

@@ -17,7 +17,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import batch_from_media, batch_from_samples
-from lightrft_visual.rewards.local.callables import CallableSource, say_once
+from lightrft_visual.rewards.local.callables import CallableSource, tell_once
 from lightrft_visual.rewards.local.forms import AUTO, choose_form
 from lightrft_visual.rewards.settings import engine_arguments
 from lightrft_visual.runtime.usercode.calls import LOG_EXTRA, invoke
@@ -86,7 +86,7 @@ def same(values, wanted):
 @pytest.mark.parametrize("name", TEXT)
 def test_a_function_of_another_system_runs_as_it_is(name, caplog):
     caplog.set_level(logging.INFO)
-    say_once.cache_clear()
+    tell_once.cache_clear()
     form, rewards, metrics = TEXT[name]
     result = [run(name) for _ in range(2)][1]  # as a run asks once before it starts
     assert same(result.score, rewards)
