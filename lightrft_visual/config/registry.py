@@ -434,7 +434,7 @@ checkpoint_resolvers.below(_embedded)(
 
 entry = services.below(PLUGINS)
 entry("memory_plan", "memory_plan.check", "what a run will hold, before it loads; sizes that fit")
-entry("placement", "ray.placement", "rollouts in workers of their own (placement split)")
+entry("placement", "ray.rollout.engine", "rollouts in workers of their own (placement split)")
 entry("drawing_placement", "ray.drawing", "the same of diffusion runs")
 entry("ray_rewards", "ray.reward_pool", "rewards in Ray actors")
 entry("unified", "unified.task", "the embedded model that also draws, and its task")

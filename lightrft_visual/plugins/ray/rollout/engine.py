@@ -1,4 +1,4 @@
-"""A rollout engine whose work is done by workers in other processes."""
+"""A rollout engine whose work is done by workers in other processes. The core asks for its class and `check_remote`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ....rollout.engine import Finished, RolloutEngine
 from ....rollout.weight_sync import Posted
 from ....runtime import collectives
 from .device_weights import WeightSender, by_device, check_transfer
-from .episodes import EpisodeEngine, for_workers
+from .episodes import EpisodeEngine, RemoteEpisodes, for_workers
 from .in_flight import Begun, InFlight, asked_for
 from .partial import PartialRollouts
 from .pool import WorkerPool
@@ -130,6 +130,7 @@ class RemoteEngine(RolloutEngine):
     """
 
     streams = True
+    episodes = RemoteEpisodes  # the stage that the trainer has beside it
 
     def __init__(
         self,
