@@ -193,10 +193,10 @@ entry(
     worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True, draws=True,
 )  # fmt: skip
 entry(
-    "sglang", "plugins.sglang.engine:SGLangEngine.from_config",
+    "sglang", "plugins.sglang.engine:SGLangEngine",
     "SGLang beside this process: Qwen-VL and text models on CUDA", resident=True,
     check="lightrft_visual.plugins.sglang.arguments:check_engine",
-    worker="lightrft_visual.plugins.sglang.engine:SGLangEngine.from_config", continues=True,
+    worker="lightrft_visual.plugins.sglang.engine:SGLangEngine", continues=True,
 )  # fmt: skip
 
 entry = environments.below(ROLLOUT)
