@@ -93,9 +93,9 @@ def pipeline_shape(name: str, family: str) -> tuple[Any, int]:
 
 def embedded_folder(family: str = "auto") -> Path:
     """The embedded pipeline of a family. Raises ConfigError where there is none."""
-    from .warmup_drawing import embedded_diffusion_folder, embedded_sd15_folder
+    from .warmup_drawing import EmbeddedSD3Settings, EmbeddedSD15Settings, embedded_pipeline
 
-    folders = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
-    if family not in folders:
-        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(folders)}")
-    return folders[family]()
+    known = {"auto": EmbeddedSD3Settings, "sd3": EmbeddedSD3Settings, "sd15": EmbeddedSD15Settings}
+    if family not in known:
+        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(known)}")
+    return embedded_pipeline(known[family]())
