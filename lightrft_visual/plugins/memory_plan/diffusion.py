@@ -185,8 +185,8 @@ class DiffusionPlanner:
         self.device, self.ranks, self.local = device, ranks, local
         self.computed = computed = models["policy"]
         self.policy = computed.policy
-        self.speeds = Speeds.of(device, computed.width, ranks, local)
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
+        self.speeds = Speeds.of(device, computed.width, self.zero, local)
         self.model = Model.of(self.policy, computed.width)
         s, a, train = config.sampling, config.algorithm, config.train
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
@@ -331,7 +331,7 @@ class DiffusionPlanner:
         one = self._denoising(count, self.config.sampling.guidance_scale, False)
         seconds = steps * self.speeds.seconds(one.times(self.samples / count, turns))
         decoded = self.computed.decoded(count, False).work.times(self.samples / count, turns)
-        gathered = self.speeds.gathering(self.zero, self.model, turns * steps)
+        gathered = self.speeds.gathering(self.model, turns * steps)
         return seconds + self.speeds.seconds(decoded) + gathered + self._encode_seconds()
 
     def _denoising(self, count: int, guidance: float, backward: bool, of: Computed | None = None) -> Work:
@@ -399,10 +399,10 @@ class DiffusionPlanner:
         kept *= 1 if self.rewarded else ceil(self.steps / self.together)
         seconds += 0.0 if speeds.alone else 2 * kept / HOST_MEMORY
         forwards = ceil(self.own / self.micro) * ceil(trained_steps(self.config) / self.together)
-        exchanged = speeds.reducing(self.zero, self.model, forwards)
-        exchanged += speeds.gathering(self.zero, self.model, 2 * forwards)
+        exchanged = speeds.reducing(self.model, forwards)
+        exchanged += speeds.gathering(self.model, 2 * forwards)
         tensors = sum(parameter.requires_grad for parameter in self.policy.parameters())
-        step = speeds.optimizer_step(self.zero, self.model, tensors)
+        step = speeds.optimizer_step(self.model, tensors)
         return updates * (self.own / self.micro * seconds + exchanged + step)
 
     def _trained_work(self) -> Work:

@@ -51,7 +51,7 @@ class VLPlanner:
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
-        self.speeds = Speeds.of(device, shape.width, ranks, local)
+        self.speeds = Speeds.of(device, shape.width, self.zero, local)
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -285,7 +285,7 @@ class VLPlanner:
             work = Work(2 * shape.base * rows / size, calls=ENGINE_CALLS * shape.text.num_hidden_layers)
             graphs = not rollout.engine_enforce_eager
             return seconds + speeds.decoding(turns * answer, weights, cache, work, graphs)
-        gathered = speeds.gathering(self.zero, shape.model, 1) if not self.resident else 0.0
+        gathered = speeds.gathering(shape.model, 1) if not self.resident else 0.0
         return seconds + gathered + speeds.decoding(turns * answer, weights, cache, shape.one_token(rows), False)
 
     def _score(self) -> Phase:
@@ -309,7 +309,7 @@ class VLPlanner:
         own += sum(each is not None for each in self.shapes.values()) - 1
         reference = float(algorithm.init_kl_coef > 0)
         forwards, calls = self._tokens() / (batch.rows * batch.length), ceil(self.samples / len(samples))
-        seconds = self.speeds.gathering(self.zero, self.shape.model, (own + reference) * calls)
+        seconds = self.speeds.gathering(self.shape.model, (own + reference) * calls)
         for times, adapters in ((own, True), (reference, False)):
             work = self.shape.work(self._scored(batch), self.device, False, adapters)
             seconds += times * self.speeds.seconds(work.times(forwards, calls))
@@ -385,9 +385,9 @@ class VLPlanner:
         speeds, shape, work = self.speeds, self.shape, self._update_work(batch)
         found = 0.0
         for model in self._trained.values():
-            found += speeds.seconds(work) + speeds.reducing(self.zero, model, micro_batches)
-            found += speeds.gathering(self.zero, model, 2 * micro_batches)
-            found += speeds.optimizer_step(self.zero, model, shape.trained_tensors)
+            found += speeds.seconds(work) + speeds.reducing(model, micro_batches)
+            found += speeds.gathering(model, 2 * micro_batches)
+            found += speeds.optimizer_step(model, shape.trained_tensors)
         return self._updates() * found
 
     def _updates(self) -> int:
