@@ -326,13 +326,11 @@ class OutputConfig(Section):
             save = evaluate if self.best is not None and evaluate > usual else _meeting(evaluate, usual)
         return save, evaluate
 
-    def check_best(self, evaluated: bool) -> None:
-        """`best_metric` is of evaluations, which need held-out prompts."""
+    def check_run(self, data: Any, train: Any) -> None:
+        """Raise ConfigError where there are no held-out prompts for `best_metric`, or no average for `eval_ema`, which
+        follows `enable_ema` where it was not set."""
         told = "best_metric compares evaluations, and there are no held-out prompts (eval_data, max_eval_samples)"
-        require(self.best is None or evaluated, told)
-
-    def follow_ema(self, enable_ema: bool) -> None:
-        """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""
+        require(self.best is None or data.evaluated, told)
         if self.eval_ema is None:
-            self.eval_ema = enable_ema
-        require(enable_ema or not self.eval_ema, "eval_ema evaluates the EMA weights: add --enable_ema")
+            self.eval_ema = train.enable_ema
+        require(train.enable_ema or not self.eval_ema, "eval_ema evaluates the EMA weights: add --enable_ema")
