@@ -17,7 +17,7 @@ from lightrft_visual.models.tiny.diffusion import (
     build_t5_tokenizer,
 )
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
-from lightrft_visual.plugins.embedded.resolve import embedded_folder
+from lightrft_visual.plugins.embedded.resolve import resolve_pipeline
 from lightrft_visual.plugins.embedded.warmup_drawing import (
     EmbeddedSD3Settings,
     EmbeddedSD15Settings,
@@ -98,7 +98,7 @@ def test_the_stock_pipeline_opens_the_folder_and_the_policy_reads_it_as_a_ddim_m
 
 def test_another_family_has_no_embedded_model():
     with pytest.raises(ConfigError, match="no embedded model of family flux"):
-        embedded_folder("flux")
+        resolve_pipeline("embedded", "flux")
 
 
 @torch.no_grad()
