@@ -303,11 +303,9 @@ class Guard:
         """What is watched in each step, against what was learnt of it."""
         parting = self.partings.setdefault("reward_mean", Parting(self.learn_steps, PARTING_WIDTH))
         parting.see(step, reward, reward)
-        looked = [each for each in self.tests.values() if each.last]
-        if any(each.compares for each in looked):
-            risen = any(each.risen() for each in looked)
-        else:  # the reward itself, for certain
-            risen = parting.risen()
+        tests = [each for each in self.tests.values() if each.compares]
+        # gold, or without it the reward itself, for certain
+        risen = any(each.risen() for each in tests) if tests else parting.risen()
         for name, bounds in STEP_BANDS.items():
             if (value := _finite(metrics, name)) is None:
                 continue
