@@ -302,12 +302,14 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     and without a processor."""
     import torch
 
-    for name, part in (getattr(model, "components", None) or {"model": model}).items():
-        layers = part.modules() if isinstance(part, torch.nn.Module) else ()  # deleted adapters leave some of peft
-        if any(kind.__module__.startswith("peft.") for each in layers for kind in type(each).__mro__):
+    parts = getattr(model, "components", None) or {"model": model}
+    modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+    for name, part in modules.items():  # deleted adapters leave some layers of peft
+        if any(kind.__module__.startswith("peft.") for each in part.modules() for kind in type(each).__mro__):
             how = "merge_and_unload() or unload() of a PeftModel; of a pipeline: fuse_lora(), unload_lora_weights()"
             raise ConfigError(f"{name} has adapters: merge or remove them first ({how}); lora_rank gives new ones")
-    if size := _bytes_on_devices(model):
+    weights = [each for part in modules.values() for each in part.parameters()]
+    if size := sum(each.nbytes for each in weights if each.device.type != "cpu"):
         told = f"the model that was given stays on its device, where it takes {size / 2**30:.1f} GiB beside the run"
         logging.getLogger(__name__).warning("%s, which loads a copy: give it on the CPU", told)
     if not hasattr(model, "components") and processor is None:
@@ -366,15 +368,6 @@ def _remove_left(own: Path) -> None:
             if here and any(each.glob("*/")) and (lock := FolderLock.take(each)) is not None:
                 shutil.rmtree(each, ignore_errors=True)
                 lock.release()
-
-
-def _bytes_on_devices(model: Any) -> int:
-    """Of the weights of a model or a pipeline that are not on the host."""
-    import torch
-
-    parts = (getattr(model, "components", None) or {"model": model}).values()
-    weights = [each for part in parts if isinstance(part, torch.nn.Module) for each in part.parameters()]
-    return sum(each.nbytes for each in weights if each.device.type != "cpu")
 
 
 def _digest(model: Any, processor: Any) -> str:

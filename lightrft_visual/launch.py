@@ -297,17 +297,16 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
     """
     from .config.load import resolved_yaml
-    from .observe.environment import Ending, write_crash_log
+    from .observe.environment import write_crash_log
     from .runtime import collectives, watchdog
 
     if isinstance(error, RuntimeError) and not isinstance(error, LightRFTVisualError):
         watchdog.give_way()  # as every collective fails once a rank is gone
-    stage, rank, world_size = watchdog.stage(), collectives.rank(), collectives.world_size()
+    stage, rank = watchdog.stage(), f"rank {collectives.rank()}, " if collectives.world_size() > 1 else ""
     text = _in_words(error, config.plan is not None)
-    where = "" if stage == watchdog.STARTING else f" ({f'rank {rank}, ' if world_size > 1 else ''}stage {stage})"
-    ending = Ending(rank, world_size, stage, resolved_yaml(config))
+    where = "" if stage == watchdog.STARTING else f" ({rank}stage {stage})"
     plain = isinstance(error, FolderInUse | OutputClosed)  # crash.log is the other run's, or has nothing to tell
-    log = None if plain else write_crash_log(config.output.output_dir, error, ending)
+    log = None if plain else write_crash_log(config.output.output_dir, error, resolved_yaml(config))
     if log is None and not plain and disk_problem(error) is None and not isinstance(error, ConfigError):
         traceback.print_exception(error)
     first, *rest = text.split("\n")

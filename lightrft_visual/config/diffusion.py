@@ -304,8 +304,7 @@ class DiffusionRunConfig(Section):
         )
         gold = self.guard.gold(self.reward) is not None or self.data.prompt_data in registry.drawing_tasks
         self.guard.check_run(gold, self.data.evaluated, drawn=not self.offline)
-        self.output.check_best(self.data.evaluated)
-        self.output.follow_ema(self.train.enable_ema)
+        self.output.check_run(self.data, self.train)
         self.distributed.settle()
         self.asynchronous.check_run(self.distributed.split, corrected=False)
         require(not self.asynchronous.partial_rollouts, "partial_rollouts are for responses in text")

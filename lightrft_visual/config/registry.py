@@ -193,10 +193,10 @@ entry(
     worker="lightrft_visual.rollout.hf:worker_engine", adapters_alone=True, continues=True, draws=True,
 )  # fmt: skip
 entry(
-    "sglang", "plugins.sglang.engine:SGLangEngine.from_config",
+    "sglang", "plugins.sglang.engine:SGLangEngine",
     "SGLang beside this process: Qwen-VL and text models on CUDA", resident=True,
     check="lightrft_visual.plugins.sglang.arguments:check_engine",
-    worker="lightrft_visual.plugins.sglang.engine:SGLangEngine.from_config", continues=True,
+    worker="lightrft_visual.plugins.sglang.engine:SGLangEngine", continues=True,
 )  # fmt: skip
 
 entry = environments.below(ROLLOUT)
@@ -434,7 +434,7 @@ checkpoint_resolvers.below(_embedded)(
 
 entry = services.below(PLUGINS)
 entry("memory_plan", "memory_plan.check", "what a run will hold, before it loads; sizes that fit")
-entry("placement", "ray.placement", "rollouts in workers of their own (placement split)")
+entry("placement", "ray.rollout.engine", "rollouts in workers of their own (placement split)")
 entry("drawing_placement", "ray.drawing", "the same of diffusion runs")
 entry("ray_rewards", "ray.reward_pool", "rewards in Ray actors")
 entry("unified", "unified.task", "the embedded model that also draws, and its task")

@@ -106,7 +106,7 @@ class SFTRunConfig(Section):
 
     def check(self) -> None:
         """The embedded model that draws has a task of its own; a best metric is of held-out rows."""
-        self.output.check_best(self.data.evaluated)
+        self.output.check_run(self.data, self.train)
         self.distributed.check_run(self.model, self.train)
         idle.check_any(self)
         require(

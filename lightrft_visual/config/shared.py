@@ -216,6 +216,7 @@ class GuardConfig(Section):
     gold_every: NonNegativeInt = 1  # score the rollouts of every so many steps by gold too; 0: evaluations only
     patience: PositiveInt = 2  # steps in a row outside before an alarm
     keep_best: bool | None = None  # keep a checkpoint of the best gold; default: with policy rollback
+    every_label: ClassVar[bool] = True  # as of the rewards, for gold
 
     @property
     def keeps_best(self) -> bool:
@@ -256,7 +257,8 @@ class GuardConfig(Section):
         if self.gold_recipe is None and self.gold_fn is None:
             return None
         calls = {name: getattr(reward, name) for name in OF_CALLS}
-        return type(reward)(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
+        made = RewardConfig(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
+        return made.changed(every_label=self.every_label and reward.every_label)
 
 
 @dataclass
@@ -329,13 +331,11 @@ class OutputConfig(Section):
             save = evaluate if self.best is not None and evaluate > usual else _meeting(evaluate, usual)
         return save, evaluate
 
-    def check_best(self, evaluated: bool) -> None:
-        """`best_metric` is of evaluations, which need held-out prompts."""
+    def check_run(self, data: Any, train: Any) -> None:
+        """Raise ConfigError where there are no held-out prompts for `best_metric`, or no average for `eval_ema`, which
+        follows `enable_ema` where it was not set."""
         told = "best_metric compares evaluations, and there are no held-out prompts (eval_data, max_eval_samples)"
-        require(self.best is None or evaluated, told)
-
-    def follow_ema(self, enable_ema: bool) -> None:
-        """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""
+        require(self.best is None or data.evaluated, told)
         if self.eval_ema is None:
-            self.eval_ema = enable_ema
-        require(enable_ema or not self.eval_ema, "eval_ema evaluates the EMA weights: add --enable_ema")
+            self.eval_ema = train.enable_ema
+        require(train.enable_ema or not self.eval_ema, "eval_ema evaluates the EMA weights: add --enable_ema")

@@ -45,9 +45,7 @@ def _devices() -> Iterator[str]:
         import torch
     except ImportError:
         return
-    if told := wrong_torchvision():
-        yield f"missing  {told}"
-    if told := unseen_devices():
+    for told in filter(None, (wrong_torchvision(), unseen_devices())):
         yield f"missing  {told}"
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"

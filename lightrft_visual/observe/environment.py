@@ -10,7 +10,6 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import writable
+from ..runtime import collectives, watchdog
 from ..runtime.files import wait_for_lock
 from ..runtime.masking import mask_command, mask_text
 from ..runtime.packages import installed_version
@@ -150,17 +150,7 @@ FILE_NAME = "crash.log"
 LONGEST_PART = 200_000  # characters of a traceback or configuration
 
 
-@dataclass(frozen=True)
-class Ending:
-    """What was going on when the error came. config: as YAML."""
-
-    rank: int
-    world_size: int
-    stage: str
-    config: str
-
-
-def write_crash_log(folder: str | Path, error: BaseException, ending: Ending) -> Path | None:
+def write_crash_log(folder: str | Path, error: BaseException, config: str) -> Path | None:
     """Append the full traceback, versions, command and configuration to `crash.log`, secrets masked.
 
     Each rank that fails adds a part of its own, in one write. Returns the file, or None where it cannot be written: the
@@ -169,23 +159,24 @@ def write_crash_log(folder: str | Path, error: BaseException, ending: Ending) ->
     Args:
         folder: of the run's outputs; made where it is missing.
         error: which ends the run.
-        ending: of this rank, for the head of its part.
+        config: of the run, as YAML.
     """
     path = Path(folder) / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             wait_for_lock(file)
-            file.write(writable(_part(error, ending)).encode())
+            file.write(writable(_part(error, config)).encode())
     except OSError as failure:
         logger.warning("%s cannot be written: %s", path, failure)
         return None
     return path
 
 
-def _part(error: BaseException, ending: Ending) -> str:
+def _part(error: BaseException, config: str) -> str:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    where = f"rank {ending.rank} of {ending.world_size}, process {os.getpid()}, stage {ending.stage}"
+    ranks = f"rank {collectives.rank()} of {collectives.world_size()}"
+    where = f"{ranks}, process {os.getpid()}, stage {watchdog.stage()}"
     command = shlex.join(mask_command([os.path.basename(sys.executable), *sys.argv]))
     told = "".join(traceback.format_exception(error))
     return "\n".join(
@@ -197,7 +188,7 @@ def _part(error: BaseException, ending: Ending) -> str:
             mask_text(_shortened(told)).rstrip(),
             "",
             "configuration:",
-            mask_text(_shortened(ending.config)).rstrip(),
+            mask_text(_shortened(config)).rstrip(),
             "",
             "",
         ]

@@ -65,9 +65,7 @@ def save_image(folder: Path, image: Any) -> str:
 
     image: PIL, an array or a tensor, see `data.media.to_pil`. Raises DataError for anything else.
     """
-    image = to_rgb(image)
-    if max(image.size) > IMAGE_SIDE:
-        image = fit(image, IMAGE_SIDE)
+    image = fit(to_rgb(image), IMAGE_SIDE)
     return _store(folder, image, lossless=image.width * image.height <= PNG_PIXELS)
 
 

@@ -5,7 +5,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..runtime.masking import mask_config
 from ..runtime.seeding import derive_seed
 from ..runtime.usercode.calls import what_happened
 from . import environment
-from .images import save_image, save_video
+from .images import save_image, save_video, write_contact_sheet
 from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name, cut_jsonl
 
 logger = logging.getLogger(__name__)
@@ -167,8 +167,6 @@ class RunRecorder:
         """eval_epoch_000012/contact_sheet.png of the records' images, and an mp4 of each video."""
         if not self.active:
             return None
-        from .images import write_contact_sheet
-
         return write_contact_sheet(self.folder / f"eval_epoch_{epoch:06d}", records)
 
     def cut_back(self, step: int) -> None:
@@ -178,13 +176,11 @@ class RunRecorder:
         self._tell([*self._sinks, *self._eval_sinks], "cut_back", step)
         for path in (self.folder / ALARMS, self.folder / GOLD, self.folder / EVALUATIONS):
             cut_jsonl(path, step)
-        for path in sorted(self.rollout_folder.glob("*.jsonl")):
-            match = STEP_FILE.match(path.name)
-            if match and int(match.group(1)) > step:
+        for number, path in numbered(self.rollout_folder.glob("*.jsonl"), STEP_FILE):
+            if number > step:
                 path.unlink()
-        for path in sorted(self.folder.glob("eval_epoch_*")):
-            match = SHEET_FOLDER.match(path.name)
-            if match and int(match.group(1)) > step:
+        for number, path in numbered(self.folder.glob("eval_epoch_*"), SHEET_FOLDER):
+            if number > step:
                 remove_folder(path)
         remove_unused_images(self.rollout_folder)
 
@@ -211,6 +207,12 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as Python numbers under names that every sink takes; `step` has its own place."""
     named = {name: float(value) for name, value in metrics.items() if name != "step"}
     return {name if name.isprintable() else column_name(name): value for name, value in named.items()}
+
+
+def numbered(paths: Iterable[Path], pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """(number, path) of the names that match, in numerical order."""
+    matched = [(pattern.match(path.name), path) for path in paths]
+    return sorted((int(match.group(1)), path) for match, path in matched if match)
 
 
 def remove_unused_images(folder: Path) -> None:

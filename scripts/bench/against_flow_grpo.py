@@ -44,7 +44,7 @@ from peft import LoraConfig, get_peft_model
 from torchvision.transforms.functional import to_pil_image
 
 from lightrft_visual.plugins.embedded.captions import embedded_prompts
-from lightrft_visual.plugins.embedded.resolve import embedded_folder
+from lightrft_visual.plugins.embedded.resolve import resolve_pipeline
 from lightrft_visual.plugins.embedded.shape_match import ShapeMatch
 from lightrft_visual.runtime.files import cache_root
 
@@ -76,7 +76,7 @@ class Loop:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        model, prompts = embedded_folder(), embedded_prompts(cache_root())[0]
+        model, prompts = resolve_pipeline("embedded"), embedded_prompts(cache_root())[0]
         self.pipeline = StableDiffusion3Pipeline.from_pretrained(model)
         self.pipeline.set_progress_bar_config(disable=True)
         for part in self.pipeline.components.values():

@@ -59,7 +59,7 @@ class Walk(PolicyTrainer):
         parts.console.message = self.said.append
         super().__init__(parts, callbacks)
         self.fails, self.golds, self.weights, self.invalid = fails, golds, 0, {}
-        self.report.every = self.report.next_step = 1
+        self.report.next_step = 1
 
     def start(self):
         pass
@@ -262,6 +262,7 @@ def test_all_that_a_trainer_holds_is_closed_the_engine_last_also_where_a_part_fa
 def test_the_report_follows_the_run_and_shows_its_end_or_where_it_failed(walk, tmp_path, monkeypatch, fails):
     trainer, written, page = walk(fails=fails), [], tmp_path / "report.html"
     write = trainer.report.write
+    monkeypatch.setattr("lightrft_visual.observe.report.page.EVERY", 1)
     monkeypatch.setattr(trainer.report, "write", lambda: written.append(trainer.step) or write())
     with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
         assert trainer.fit() == {"eval_reward": 0.25}

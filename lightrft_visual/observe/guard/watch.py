@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -202,6 +202,9 @@ class Alarm:
     text: str
 
 
+Seen = tuple[str, Alarm | None]  # a signal that was read; what to tell where it is outside
+
+
 class Guard:
     """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
     evaluations. paying: components that raise the reward by rising. learn_steps: steps that bands are learnt from.
@@ -227,32 +230,12 @@ class Guard:
             metrics: of the step, over all ranks; a value that is missing or not finite is not looked at.
             scores: reward and gold of its groups; None: gold did not score them.
         """
-        if not self.config.watch:
+        reward = _finite(metrics, "reward_mean")
+        if not self.config.watch or reward is None:
             return []
-        reward, alarms = _finite(metrics, "reward_mean"), []
-        if reward is not None:
-            alarms += self._component_partings(step, reward, metrics)
-            if scores is not None:
-                alarms += self._compared(step, "gold", scores)
-            parting = self.partings.setdefault("reward_mean", Parting(self.learn_steps, PARTING_WIDTH))
-            parting.see(step, reward, reward)
-            looked = [each for each in self.tests.values() if each.last]
-            if any(each.compares for each in looked):
-                risen = any(each.risen() for each in looked)
-            else:  # the reward itself, for certain
-                risen = parting.risen()
-            for name, bounds in STEP_BANDS.items():
-                value = _finite(metrics, name)
-                if value is None:
-                    continue
-                band = self.bands.setdefault(name, Band(bounds, self.learn_steps))
-                outside = band.see(value)
-                limits = band.limits()
-                if limits is not None and outside >= self.config.patience and not (bounds.soft and risen):
-                    self._raise(step, name, value, limits, alarms)
-                else:
-                    self.raised.discard(name)
-        return alarms
+        compared = [] if scores is None else [self._compared(step, "gold", scores)]
+        parts, bands = self._component_partings(step, reward, metrics), self._in_bands(step, reward, metrics)
+        return self._told([*parts, *compared, *bands])
 
     def after_evaluation(
         self, step: int, metrics: Mapping[str, float], scores: PairedScores | None = None
@@ -269,72 +252,67 @@ class Guard:
             self.best = (gold, step)
         if not self.config.watch:
             return []
-        alarms = [] if scores is None else self._compared(step, "eval_gold", scores)
+        seen = [] if scores is None else [self._compared(step, "eval_gold", scores)]
         own, drift = _finite(metrics, "eval_image_diversity"), _finite(metrics, "eval_drift")
         if own is not None and math.isnan(self.base_diversity):
             self.base_diversity = own
         if drift is not None and not math.isnan(self.base_diversity):
-            high = DRIFT * self.base_diversity
-            if drift > high:
-                self._raise(step, "eval_drift", drift, (0.0, high), alarms)
-            else:
-                self.raised.discard("eval_drift")
-        return alarms
+            limits = 0.0, DRIFT * self.base_diversity
+            seen.append(("eval_drift", _outside(step, "eval_drift", drift, limits) if drift > limits[1] else None))
+        return self._told(seen)
 
     # -- signals -------------------------------------------------------------------------------------------------
 
-    def _compared(self, step: int, name: str, scores: PairedScores) -> list[Alarm]:
-        """Gold of evaluations or of steps that parted from the reward."""
-        alarms: list[Alarm] = []
-        divergence = self.tests[name].see(scores)
-        if divergence is not None:
-            (old_reward, reward), (old_gold, gold) = divergence.reward, divergence.gold
-            text = (
-                f"{name} went from {old_gold:.3g} (step {divergence.start}) to {gold:.3g}, the reward from "
-                f"{old_reward:.3g} to {reward:.3g}"
-            )
-            self._raise(step, name, gold, (old_gold, math.inf), alarms, divergence.since, text)
-        else:
-            self.raised.discard(name)
-        return alarms
+    def _told(self, seen: Sequence[Seen]) -> list[Alarm]:
+        """The alarms of signals that were inside before: each is told once each time that it goes outside."""
+        new = [alarm for name, alarm in seen if alarm is not None and name not in self.raised]
+        self.raised |= {name for name, alarm in seen if alarm is not None}
+        self.raised -= {name for name, alarm in seen if alarm is None}
+        return new
 
-    def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> list[Alarm]:
+    def _compared(self, step: int, name: str, scores: PairedScores) -> Seen:
+        """Gold of evaluations or of steps that parted from the reward."""
+        divergence = self.tests[name].see(scores)
+        if divergence is None:
+            return name, None
+        (old_reward, reward), (old_gold, gold) = divergence.reward, divergence.gold
+        text = (
+            f"{name} went from {old_gold:.3g} (step {divergence.start}) to {gold:.3g}, the reward from "
+            f"{old_reward:.3g} to {reward:.3g}"
+        )
+        return name, Alarm(step, name, gold, old_gold, None, divergence.since, text)
+
+    def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> Iterator[Seen]:
         """A part of the reward that falls while the whole rises: another part pays for it. What does not pay may fall:
         penalties, and what a reward reports beside its score."""
-        alarms: list[Alarm] = []
         paying = [name for own in self.paying if (name := f"reward/{own}") in metrics]
         for name in paying if len(paying) > 1 else ():
-            value = _finite(metrics, name)
-            if value is None:
+            if (value := _finite(metrics, name)) is None:
                 continue
             parting = self.partings.setdefault(name, Parting(self.learn_steps, PARTING_WIDTH))
             if parting.see(step, reward, value) < self.config.patience:
-                self.raised.discard(name)
+                yield name, None
                 continue
             text = (
                 f"{name} fell from {parting.best_gold:.3g} (step {parting.best_step}) to {parting.gold:.3g}, the "
                 f"reward went from {parting.best_reward:.3g} to {parting.reward:.3g}"
             )
-            limits = (parting.best_gold, math.inf)
-            self._raise(step, name, parting.gold, limits, alarms, parting.best_step, text)
-        return alarms
+            yield name, Alarm(step, name, parting.gold, parting.best_gold, None, parting.best_step, text)
 
-    def _raise(
-        self,
-        step: int,
-        name: str,
-        value: float,
-        limits: tuple[float, float],
-        alarms: list[Alarm],
-        since: int | None = None,
-        text: str = "",
-    ) -> None:
-        """Tell a signal once each time that it goes outside."""
-        if name not in self.raised:
-            self.raised.add(name)
-            low, high = (limit if math.isfinite(limit) else None for limit in limits)
-            text = text or f"{name} is {value:.3g}, outside {_range(low, high)} as learnt from the first steps"
-            alarms.append(Alarm(step, name, value, low, high, step if since is None else since, text))
+    def _in_bands(self, step: int, reward: float, metrics: Mapping[str, float]) -> Iterator[Seen]:
+        """What is watched in each step, against what was learnt of it."""
+        parting = self.partings.setdefault("reward_mean", Parting(self.learn_steps, PARTING_WIDTH))
+        parting.see(step, reward, reward)
+        tests = [each for each in self.tests.values() if each.compares]
+        # gold, or without it the reward itself, for certain
+        risen = any(each.risen() for each in tests) if tests else parting.risen()
+        for name, bounds in STEP_BANDS.items():
+            if (value := _finite(metrics, name)) is None:
+                continue
+            band = self.bands.setdefault(name, Band(bounds, self.learn_steps))
+            outside = band.see(value) >= self.config.patience and not (bounds.soft and risen)
+            limits = band.limits()
+            yield name, _outside(step, name, value, limits) if outside and limits is not None else None
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -361,6 +339,13 @@ class Guard:
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])
+
+
+def _outside(step: int, name: str, value: float, limits: tuple[float, float]) -> Alarm:
+    """The alarm of a value outside its band."""
+    low, high = (limit if math.isfinite(limit) else None for limit in limits)
+    text = f"{name} is {value:.3g}, outside {_range(low, high)} as learnt from the first steps"
+    return Alarm(step, name, value, low, high, step, text)
 
 
 def _range(low: float | None, high: float | None) -> str:

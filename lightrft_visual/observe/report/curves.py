@@ -14,6 +14,7 @@ from .data import RunData
 PALETTE = (
     "#4269d0", "#e0711c", "#3ca951", "#c2407a", "#8a56e2", "#2a9d9d", "#b8860b", "#d1495b", "#6b8fb8", "#8d6e53",
 )  # fmt: skip
+STACKED_STEPS = 150  # that are drawn of areas
 Point = tuple[float, float]
 Chart = dict[str, Any]
 
@@ -37,9 +38,9 @@ def finite(points: Sequence[Point]) -> list[Point]:
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
-def running_mean(points: Sequence[Point], span: int | None = None) -> list[Point]:
-    """Mean over a window of `span` points around each (default: a fifteenth of them), cut off at both ends."""
-    reach = (max(3, len(points) // 15) if span is None else span) // 2
+def running_mean(points: Sequence[Point]) -> list[Point]:
+    """Mean over a window of a fifteenth of the points, 3 at least, around each, cut off at both ends."""
+    reach = max(3, len(points) // 15) // 2
     steps, values = np.array(points, dtype=float).T
     sums, index = np.concatenate([[0.0], values.cumsum()]), np.arange(len(values))
     start, end = np.maximum(0, index - reach), np.minimum(len(values), index + reach + 1)
@@ -127,16 +128,14 @@ def line_chart(series: Sequence[Series], limit: int = 300) -> Chart | None:
     return {"lines": lines, "x": step_range([x for x, _ in everything]), "y": [low, high], "log": log}
 
 
-def area_chart(series: Sequence[Series], limit: int = 150) -> Chart | None:
-    """Series stacked on each other, such as the phases of a step; None without any finite point.
-
-    A step that one of them lacks counts as 0 there. `limit`: steps drawn, evenly spaced.
-    """
+def area_chart(series: Sequence[Series]) -> Chart | None:
+    """Series stacked on each other, such as the phases of a step; None without any finite point. A step that one of
+    them lacks counts as 0 there."""
     tables = [dict(finite(item.points)) for item in series]
     steps = sorted({step for table in tables for step in table})
     if not steps:
         return None
-    shown = evenly_spaced(steps, limit)
+    shown = evenly_spaced(steps, STACKED_STEPS)
     lines = [
         {"name": item.name, "color": item.color, **columns([(step, max(0.0, table.get(step, 0.0))) for step in shown])}
         for item, table in zip(series, tables)

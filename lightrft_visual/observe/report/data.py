@@ -21,7 +21,7 @@ from ...runtime.files import QUICK_LOADER, compose_yaml, read_jsonl
 from ...runtime.masking import mask_config
 from ..images import SHEET, data_uri
 from ..metrics import parse_step
-from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, read_object
+from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, numbered, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +114,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return mask_config(content) if isinstance(content, dict) else {}
 
 
-def numbered(paths: list[Path], pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """(number, path) of the names that match, in numerical order."""
-    matched = [(pattern.match(path.name), path) for path in paths]
-    return sorted((int(match.group(1)), path) for match, path in matched if match)
-
-
 def is_run(folder: Path) -> bool:
     """Whether there is any of what a run writes at its start, or as it goes on."""
     return any((folder / name).exists() for name in MADE)
@@ -134,7 +128,7 @@ def load_run(folder: str | Path) -> RunData:
     rollouts = list((folder / "rollouts").glob("*.jsonl"))
     evaluated = numbered(rollouts, EVAL_FILE)
     trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]
-    sheets = [(epoch, path / SHEET) for epoch, path in numbered(list(folder.glob("eval_epoch_*")), SHEET_FOLDER)]
+    sheets = [(epoch, path / SHEET) for epoch, path in numbered(folder.glob("eval_epoch_*"), SHEET_FOLDER)]
     environment = read_object(folder / "env.json") if is_readable(folder / "env.json") else {}
     config = read_config(folder)
     return RunData(

@@ -320,23 +320,19 @@ GROWTH = 1.1  # a long run's report takes longer to write, so each comes at a st
 
 
 class ReportWriter:
-    """Rewrites report.html of a run's folder: at evaluations, every `every` steps and ever more rarely, at the end.
+    """Rewrites report.html of a run's folder: at evaluations, every `EVERY` steps and ever more rarely, at the end.
 
-    A report that cannot be written is logged with its traceback and never ends the run.
-
-    Args:
-        folder: the run's output folder.
-        active: whether this process writes at all; rank 0 of a run whose configuration asks for a report.
-        every: steps between two reports while the run is young.
+    A report that cannot be written is logged with its traceback and never ends the run. active: whether this process
+    writes at all; rank 0 of a run whose configuration asks for a report.
     """
 
-    def __init__(self, folder: str | Path, active: bool, every: int = EVERY):
-        self.folder, self.active, self.every = Path(folder), active, every
-        self.next_step = every  # from which on a report is due, beside those of evaluations
+    def __init__(self, folder: str | Path, active: bool):
+        self.folder, self.active = Path(folder), active
+        self.next_step = EVERY  # from which on a report is due, beside those of evaluations
 
     def write_due(self, step: int) -> None:
         """The report that is due at `next_step`; the next one comes enough steps later."""
-        self.next_step = max(step + self.every, int(step * GROWTH))
+        self.next_step = max(step + EVERY, int(step * GROWTH))
         self.write()
 
     def write(self) -> Path | None:

@@ -24,7 +24,7 @@ from .shell import NESTED, Outside, ShellText, launched, settings_of
 
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)(?:Trainer|Config)\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
-VERBS = {"grpo": "grpo", "rloo": "rloo", "ppo": "ppo", "sft": "sft"}
+VERBS = ("grpo", "rloo", "ppo", "sft")
 OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd", "kd", "xpo", "nashmd", "nash", "tpo",
                "mpo", "gold", "sdft", "distillation")  # fmt: skip
 NO_COUNTERPART = "nothing here has this name or is like it"
@@ -163,7 +163,7 @@ def _verb(system: str, file: Path, found: Mapping[str, Any], left_out: dict[str,
             kinds = [word for word in words[:1] if word in OTHER_KINDS]
     if not kinds and system == "trl":
         left_out["kind"] = "the file does not say what it trains by, and train grpo is assumed"
-    known = [verb for kind in kinds for end, verb in VERBS.items() if kind.endswith(end)]
+    known = [verb for kind in kinds for verb in VERBS if kind.endswith(verb)]
     if kinds and not known:
         raise ConfigError(
             f"{file} trains by {kinds[0]}, which no command here does for models that answer in text; there are "

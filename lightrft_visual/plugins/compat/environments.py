@@ -353,7 +353,8 @@ class OpenEnvClient(Environment):
             if call.name != "act":
                 raise ValueError(f"there is no tool {call.name!r}; there is: act")
             return self._action(**call.arguments)
-        fields = _fields(self._action)
+        schema = _schema(self._action)
+        fields = list(schema.get("required") or schema.get("properties", {}))  # all of them where none is needed
         if len(fields) != 1:
             raise ValueError(f"act with: {', '.join(fields)}")
         return self._action(**{fields[0]: action.text.strip()})
@@ -396,12 +397,6 @@ def _schema(action: Any) -> dict[str, Any]:
     schema = TypeAdapter(action).json_schema()
     schema.get("properties", {}).pop("metadata", None)
     return {name: schema[name] for name in ("type", "properties", "required", "$defs") if name in schema}
-
-
-def _fields(action: Any) -> list[str]:
-    """Fields that an action needs; all of them where none is needed."""
-    schema = _schema(action)
-    return list(schema.get("required") or schema.get("properties", {}))
 
 
 def _is_plain(value: Any) -> bool:

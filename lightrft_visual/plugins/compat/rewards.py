@@ -63,10 +63,6 @@ def _pixels(batch: RewardBatch) -> Any:
     return pixels if any(batch.videos) else pixels[:, 0]
 
 
-def _column(*names: str) -> Callable[[RewardBatch], list[Any]]:
-    return lambda batch: [next((row[n] for n in names if n in row), None) for row in batch.metadata]
-
-
 def _data_source(batch: RewardBatch) -> list[Any]:
     return [row.get("data_source", label) for row, label in zip(batch.metadata, batch.labels)]
 
@@ -83,7 +79,7 @@ def _reward_inputs(batch: RewardBatch) -> list[dict[str, Any]]:
 
 
 def _messages(batch: RewardBatch) -> list[Any]:
-    asked = _column("prompt", "messages")(batch)
+    asked = [row.get("prompt", row.get("messages")) for row in batch.metadata]
     return [
         row if isinstance(row, list) else [{"role": "user", "content": prompt}]
         for row, prompt in zip(asked, batch.prompts)
@@ -178,8 +174,9 @@ def reads_messages(function: Callable[..., Any]) -> bool:
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function))
-    home, seen = _module(function), set()
-    waiting = [function if isinstance(function, FunctionType) else type(function).__call__]
+    plain, seen = isinstance(function, FunctionType), set()
+    home = (function if plain else type(function)).__module__
+    waiting = [function if plain else type(function).__call__]
     while waiting:
         part = waiting.pop()
         if not isinstance(part, FunctionType) or part in seen or part.__module__ != home:
@@ -190,22 +187,11 @@ def reads_messages(function: Callable[..., Any]) -> bool:
         except (OSError, TypeError, SyntaxError):  # made without a file, or a lambda in the middle of a line
             continue
         for node in ast.walk(tree):
-            if _is_message_text(node):
-                return True
-            if isinstance(node, ast.Name):
-                waiting.append(part.__globals__.get(node.id))
-    return False
-
-
-def _module(function: Callable[..., Any]) -> str:
-    """The module of a function, or of the class of a callable object."""
-    return function.__module__ if isinstance(function, FunctionType) else type(function).__module__
-
-
-def _is_message_text(node: ast.AST) -> bool:
-    match node:  # x[0]["content"], x[-1]["role"], x[0].get("content")
-        case ast.Subscript(message, key) | ast.Call(ast.Attribute(message, "get"), [key, *_]):
-            match message, key:
-                case ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content" | "role"):
-                    return True
+            match node:  # x[0]["content"], x[-1]["role"], x[0].get("content")
+                case ast.Subscript(message, key) | ast.Call(ast.Attribute(message, "get"), [key, *_]):
+                    match message, key:
+                        case ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content" | "role"):
+                            return True
+                case ast.Name(name):
+                    waiting.append(part.__globals__.get(name))
     return False

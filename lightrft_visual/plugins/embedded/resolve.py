@@ -72,9 +72,15 @@ def checkpoint_shape(model: ModelConfig, task: str) -> Any:
     return tiny_config(model.embedded_family, tokenizer, tie_embeddings=False)
 
 
-def resolve_pipeline(name: str, family: str) -> str:
-    """The folder of the embedded diffusion pipeline of a family; auto is the tiny SD3."""
-    return str(embedded_folder(family))
+def resolve_pipeline(name: str, family: str = "auto") -> Path:
+    """The folder of the embedded diffusion pipeline of a family; auto is the tiny SD3. Raises ConfigError where there
+    is none."""
+    from .warmup_drawing import EmbeddedSD3Settings, EmbeddedSD15Settings, embedded_pipeline
+
+    known = {"auto": EmbeddedSD3Settings, "sd3": EmbeddedSD3Settings, "sd15": EmbeddedSD15Settings}
+    if family not in known:
+        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(known)}")
+    return embedded_pipeline(known[family]())
 
 
 def pipeline_shape(name: str, family: str) -> tuple[Any, int]:
@@ -89,13 +95,3 @@ def pipeline_shape(name: str, family: str) -> tuple[Any, int]:
 
     small = family == "sd15"
     return build_sd15_pipeline(TinySD15Settings()) if small else build_pipeline(TinyDiffusionSettings()), TEXT_LENGTH
-
-
-def embedded_folder(family: str = "auto") -> Path:
-    """The embedded pipeline of a family. Raises ConfigError where there is none."""
-    from .warmup_drawing import embedded_diffusion_folder, embedded_sd15_folder
-
-    folders = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
-    if family not in folders:
-        raise ConfigError(f"no embedded model of family {family}; there is: {', '.join(folders)}")
-    return folders[family]()

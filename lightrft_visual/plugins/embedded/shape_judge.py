@@ -185,16 +185,11 @@ def _lumps(count: int, side: int, generator: torch.Generator) -> tuple[T, T, T]:
     return _on_paper(mask, ink), colours, _neither(count)[1]
 
 
-def _two_kinds(count: int, generator: torch.Generator) -> tuple[T, T]:
-    """(count) indices of shapes, and of others."""
-    first = torch.randint(len(SHAPES), (count,), generator=generator)
-    return first, (first + torch.randint(1, len(SHAPES), (count,), generator=generator)) % len(SHAPES)
-
-
 def _two_shapes(count: int, side: int, generator: torch.Generator) -> tuple[T, T, T]:
     """Two small shapes of different kinds far apart, or the outlines of two kinds laid over each other."""
     colours, ink = _some_ink(count, generator)
-    first, second = _two_kinds(count, generator)
+    first = torch.randint(len(SHAPES), (count,), generator=generator)
+    second = (first + torch.randint(1, len(SHAPES), (count,), generator=generator)) % len(SHAPES)
     apart = 0.24 * (torch.rand(count, generator=generator) < 0.7)
     area = torch.where(apart > 0, 0.07, 0.2)
     masks = [

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusion3Pipeline, StableDiffusionPipeline
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline, StableDiffusionPipeline
 from torch import nn
 
 from ...models.diffusion.opening import save_text_length
@@ -65,24 +66,13 @@ class EmbeddedSD15Settings(DrawingSettings, TinySD15Settings):
     revision: int = 4  # raised when the code below changes what it builds
 
 
-def embedded_diffusion_folder(cache_dir: str | Path | None = None, settings: EmbeddedSD3Settings | None = None) -> Path:
-    """The folder of the embedded SD3 pipeline; built and warmed up on the first call (minutes), then reused."""
-    return _folder("tiny-sd3", settings or EmbeddedSD3Settings(), build_pipeline, _warm_up_sd3, cache_dir)
-
-
-def embedded_sd15_folder(cache_dir: str | Path | None = None, settings: EmbeddedSD15Settings | None = None) -> Path:
-    """The same of the embedded SD 1.5."""
-    return _folder("tiny-sd15", settings or EmbeddedSD15Settings(), build_sd15_pipeline, _warm_up_sd15, cache_dir)
-
-
-def _folder(
-    name: str,
-    settings: DrawingSettings,
-    make: Callable[[DrawingSettings], DiffusionPipeline],
-    warm_up: Callable[[DiffusionPipeline, DrawingSettings, torch.Generator], None],
-    cache_dir: str | Path | None,
-) -> Path:
-    """`name`-<hash of the settings> below cache_dir (default: models/ of the cache)."""
+def embedded_pipeline(settings: DrawingSettings, cache_dir: str | Path | None = None) -> Path:
+    """The folder of the embedded pipeline of these settings, named by their hash; built and warmed up on the first call
+    (minutes), then reused. cache_dir: below which it is; default: models/ of the cache."""
+    kind: tuple[str, Any, Any] = "tiny-sd3", build_pipeline, _warm_up_sd3
+    if isinstance(settings, EmbeddedSD15Settings):
+        kind = "tiny-sd15", build_sd15_pipeline, _warm_up_sd15
+    name, make, warm_up = kind
 
     def build(folder: Path) -> None:
         pipeline, generator = make(settings), torch.Generator().manual_seed(settings.seed + 1)
@@ -98,8 +88,8 @@ def _folder(
 
 def optimise(
     parameters: Iterator[nn.Parameter], loss_of_step: Callable[[], T], steps: int, rate: float, title: str
-) -> list[nn.Parameter]:
-    """Adam with warm-up and cosine decay to zero; returns the parameters.
+) -> None:
+    """Adam with warm-up and cosine decay to zero.
 
     Args:
         parameters: to train.
@@ -122,7 +112,6 @@ def optimise(
         optimizer.step()
         console.step(step + 1, {"loss": loss.item()})
     console.close()
-    return weights
 
 
 def random_labels(count: int, generator: torch.Generator) -> tuple[T, T]:

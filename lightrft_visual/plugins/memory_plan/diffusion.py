@@ -185,9 +185,9 @@ class DiffusionPlanner:
         self.device, self.ranks, self.local = device, ranks, local
         self.computed = computed = models["policy"]
         self.policy = computed.policy
-        self.speeds = Speeds.of(device, computed.width, ranks, local)
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
-        self.model = Model.of(self.policy, computed.width)
+        self.speeds = Speeds.of(device, computed.width, self.zero, local)
+        self.model = replace(Model.of(self.policy, computed.width), name="denoisers")
         s, a, train = config.sampling, config.algorithm, config.train
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
         self.drawn = min(self.samples, s.micro_rollout_batch_size)  # at once
@@ -239,14 +239,14 @@ class DiffusionPlanner:
         judge: the reward model at work. training: whether gradients are counted apart.
         """
         config, share = self.config, self.zero.share(3)
-        items = [*program(self.device, engine=False), self.zero.weights("denoisers", self.model)]
-        items += self.zero.optimizer("denoisers", self.model, stepped)
-        items += [] if training else self.zero.kept("denoisers", self.model)
+        items = [*program(self.device, engine=False), self.zero.weights(self.model)]
+        items += self.zero.optimizer(self.model, stepped)
+        items += [] if training else self.zero.kept(self.model)
         for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):
             there = bool(set(names) & set(at_work))
             items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
         if config.output.async_save and stepped:
-            items += self.zero.saved("denoisers", self.model)
+            items += self.zero.saved(self.model)
         if config.sampling.cuda_graphs and stepped:
             items.append(self._step("graph of a denoising step"))
         copy = FP32 * self.model.trained / share
@@ -331,7 +331,7 @@ class DiffusionPlanner:
         one = self._denoising(count, self.config.sampling.guidance_scale, False)
         seconds = steps * self.speeds.seconds(one.times(self.samples / count, turns))
         decoded = self.computed.decoded(count, False).work.times(self.samples / count, turns)
-        gathered = self.speeds.gathering(self.zero, self.model, turns * steps)
+        gathered = self.speeds.gathering(self.model, turns * steps)
         return seconds + self.speeds.seconds(decoded) + gathered + self._encode_seconds()
 
     def _denoising(self, count: int, guidance: float, backward: bool, of: Computed | None = None) -> Work:
@@ -385,9 +385,9 @@ class DiffusionPlanner:
             Item("activations kept on the host", host, "micro_train_batch_size", HOST),
         ]
         micro_batches = ceil(self.own / self.config.train.micro_train_batch_size)
-        backward = [*always, *batch, *zero.gathered(model), *zero.gradients("denoisers", model, micro_batches), *held]
-        kept = [*always, *batch, *zero.gradients("denoisers", model, 1), self._graphs(), self._beside_graphs()]
-        step = [*always, *batch, *zero.step("denoisers", model)]
+        backward = [*always, *batch, *zero.gathered(model), *zero.gradients(model, micro_batches), *held]
+        kept = [*always, *batch, *zero.gradients(model, 1), self._graphs(), self._beside_graphs()]
+        step = [*always, *batch, *zero.step(model)]
         return Phase.fullest("train", self._train_seconds(), self.device.on_cpu, backward, kept, step)
 
     def _train_seconds(self) -> float:
@@ -399,10 +399,10 @@ class DiffusionPlanner:
         kept *= 1 if self.rewarded else ceil(self.steps / self.together)
         seconds += 0.0 if speeds.alone else 2 * kept / HOST_MEMORY
         forwards = ceil(self.own / self.micro) * ceil(trained_steps(self.config) / self.together)
-        exchanged = speeds.reducing(self.zero, self.model, forwards)
-        exchanged += speeds.gathering(self.zero, self.model, 2 * forwards)
+        exchanged = speeds.reducing(self.model, forwards)
+        exchanged += speeds.gathering(self.model, 2 * forwards)
         tensors = sum(parameter.requires_grad for parameter in self.policy.parameters())
-        step = speeds.optimizer_step(self.zero, self.model, tensors)
+        step = speeds.optimizer_step(self.model, tensors)
         return updates * (self.own / self.micro * seconds + exchanged + step)
 
     def _trained_work(self) -> Work:
@@ -495,7 +495,7 @@ class DiffusionPlanner:
 
     def _resume(self) -> Phase:
         read = self.zero.read_back(self.model)
-        items = [*self._always(stepped=False), *self.zero.moments("denoisers", self.model), read]
+        items = [*self._always(stepped=False), *self.zero.moments(self.model), read]
         return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, items)
 
     def _export(self) -> Phase:

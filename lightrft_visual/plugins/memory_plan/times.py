@@ -44,9 +44,10 @@ HOST_MEMORY = 20e9  # bytes a second of one rank's share of a host with accelera
 class Speeds:
     """Of one rank: products and bytes a second, seconds of a call, bytes a second from and to other ranks and the host.
 
-    alone: whether the host computes itself, so that nothing overlaps.
+    zero: by which models are divided. alone: whether the host computes itself, so that nothing overlaps.
     """
 
+    zero: Zero
     products: float
     moved: float
     call: float
@@ -55,22 +56,22 @@ class Speeds:
     alone: bool
 
     @classmethod
-    def of(cls, device: Device, width: int, ranks: int, local: int) -> Speeds:
+    def of(cls, device: Device, width: int, zero: Zero, local: int) -> Speeds:
         """Of a device.
 
         Args:
             device: of each rank.
             width: bytes of a weight; cards multiply those of float32 more slowly.
-            ranks: of the run.
+            zero: of all ranks.
             local: those of a host. More ranks than these reach each other by the network.
         """
         if device.on_cpu:
             call, own = HOST_CALL * smallest_call(), device.bandwidth
-            return cls(HOST_PRODUCTS * device.flops, own, call, own, own, alone=True)
+            return cls(zero, HOST_PRODUCTS * device.flops, own, call, own, own, alone=True)
         near = next((each for name, each in PEERS.items() if device.name.startswith(name)), device.link)
-        peers = REACHED * (near if ranks <= local else min(near, NETWORK))
+        peers = REACHED * (near if zero.ranks <= local else min(near, NETWORK))
         products = PRODUCTS * device.flops * (FLOAT32 if width == FP32 else 1.0)
-        return cls(products, MOVED * device.bandwidth, CALL, peers, device.link, alone=False)
+        return cls(zero, products, MOVED * device.bandwidth, CALL, peers, device.link, alone=False)
 
     def seconds(self, work: Work) -> float:
         """Of a computation. Host and card work side by side, and wait for each other now and then: where both take
@@ -92,46 +93,32 @@ class Speeds:
         device = (weights + cache) / self.moved
         return steps * (device + host + work.flops / self.products if self.alone else hypot(device, host))
 
-    def optimizer_step(self, zero: Zero, model: Model, tensors: int) -> float:
-        """Of AdamW over this rank's part of a model, on the host with adam_offload.
-
-        Args:
-            zero: by which the model is divided.
-            model: that is trained.
-            tensors: how many of its tensors train.
-        """
-        part = model.trained / zero.share(1)
-        if zero.config.adam_offload and not self.alone:
+    def optimizer_step(self, model: Model, tensors: int) -> float:
+        """Of AdamW over this rank's part of a model with so many tensors that train, on the host with adam_offload."""
+        part = model.trained / self.zero.share(1)
+        if self.zero.config.adam_offload and not self.alone:
             return part * ((STEP_BYTES + model.width) / HOST_MEMORY + (FP32 + model.width) / self.link)
         return self.seconds(Work(moved=part * (STEP_BYTES + model.width), calls=tensors * STEP_CALLS))
 
-    def reducing(self, zero: Zero, model: Model, micro_batches: int) -> float:
-        """Of the gradients of an update between ranks, and of what the ranks tell each other of the new weights.
+    def reducing(self, model: Model, micro_batches: int) -> float:
+        """Of the gradients of an update, of so many micro-batches on this rank, between ranks, and of what the ranks
+        tell each other of the new weights.
 
         Stage 2 and 3 reduce every micro-batch to parts, the others once; stage 0 to all ranks.
-
-        Args:
-            zero: by which the model is divided.
-            model: that is trained.
-            micro_batches: of the update on this rank.
         """
-        size, others = model.trained * model.width / self.peers, (zero.ranks - 1) / zero.ranks
-        times = micro_batches if zero.stage >= 2 else 1
-        return others * size * (times + (zero.stage < 3))
+        ranks, stage = self.zero.ranks, self.zero.stage
+        size, others = model.trained * model.width / self.peers, (ranks - 1) / ranks
+        times = micro_batches if stage >= 2 else 1
+        return others * size * (times + (stage < 3))
 
     def writing(self, size: float) -> float:
         """Of so many bytes of an export: to the host, to the disk, and read for their hashes."""
         return size / self.link + 2 * size / DISK
 
-    def gathering(self, zero: Zero, model: Model, passes: float) -> float:
-        """Of the whole model by stage 3; the others gather nothing.
-
-        Args:
-            zero: by which the model is divided.
-            model: that is gathered.
-            passes: forwards and backwards, for each of which it is.
-        """
-        return passes * model.bytes * (zero.ranks - 1) / zero.ranks / self.peers if zero.stage == 3 else 0.0
+    def gathering(self, model: Model, passes: float) -> float:
+        """Of the whole model by stage 3, for each of so many forwards and backwards; the others gather nothing."""
+        ranks = self.zero.ranks
+        return passes * model.bytes * (ranks - 1) / ranks / self.peers if self.zero.stage == 3 else 0.0
 
 
 @cache

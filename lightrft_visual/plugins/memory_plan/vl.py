@@ -51,7 +51,7 @@ class VLPlanner:
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
-        self.speeds = Speeds.of(device, shape.width, ranks, local)
+        self.speeds = Speeds.of(device, shape.width, self.zero, local)
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -89,8 +89,8 @@ class VLPlanner:
         """
         trained = self._trained
         moves = self.config.rollout.offload_trainer and not self.device.on_cpu
-        left = [name for name in trained if not (moves and name in waiting)]
-        items = [*program(self.device, self.resident), *(self.zero.weights(name, trained[name]) for name in left)]
+        left = [each for each in trained if not (moves and each.name in waiting)]
+        items = [*program(self.device, self.resident), *map(self.zero.weights, left)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
             away, reference = self.config.rollout.offload_reference and not self.device.on_cpu, self._reference()
             items += [reference] if scoring or not away else []
@@ -103,17 +103,17 @@ class VLPlanner:
             size = self.zero.divided(teacher.base * self.shape.width)
             items.append(Item("teacher: weights", size, "zero_stage 3, bf16"))
         waits = self.config.rollout.offload_trainer and not train_states
-        states = [item for name, each in trained.items() for item in self.zero.optimizer(name, each, stepped)]
-        kept = [item for name, each in trained.items() for item in self.zero.kept(name, each)]
+        states = [item for each in trained for item in self.zero.optimizer(each, stepped)]
+        kept = [item for each in trained for item in self.zero.kept(each)]
         waiting_too = [*states, *(item for item in kept if not item.name.endswith(BUCKETS))]  # those hold nothing then
         held = states if training else waiting_too if waits else [*states, *kept]
         items += [item.on_host(waits) for item in held]
         if moves:  # places on the host are kept for the next time
-            places = sum(self.zero.weights(*each).bytes for each in trained.items() if each[0] in self._away)
+            places = sum(self.zero.weights(each).bytes for each in trained if each.name in self._away)
             places += 0 if waits else sum(item.bytes for item in waiting_too)
             items.append(Item("places of weights and optimizer that wait", places, "zero_stage 3, lora_rank", HOST))
         if self.config.output.async_save and stepped:
-            items += [item for name, each in trained.items() for item in self.zero.saved(name, each)]
+            items += [item for each in trained for item in self.zero.saved(each)]
         if stepped:
             items += [item for item in self._kept() if item.where == HOST or judge is not None]
         if self.config.train.enable_ema:
@@ -131,8 +131,8 @@ class VLPlanner:
         return Item("reference: weights", size, "offload_reference, zero_stage 3, lora_rank, init_kl_coef 0, bf16")
 
     @property
-    def _trained(self) -> dict[str, Model]:
-        return {"policy": self.shape.model} | ({} if self._critic is None else {"critic": self._critic})
+    def _trained(self) -> list[Model]:
+        return [replace(self.shape.model, name="policy"), *([] if self._critic is None else [self._critic])]
 
     @cached_property
     def _critic(self) -> Model | None:
@@ -142,7 +142,7 @@ class VLPlanner:
             return None
         head = own.whole.get_output_embeddings().weight
         dropped = 0 if head is own.whole.get_input_embeddings().weight else head.numel()
-        return replace(own.model, trained=own.model.trained - dropped)
+        return replace(own.model, trained=own.model.trained - dropped, name="critic")
 
     def _batch(self, copies: int = 1) -> list[Item]:
         """The step's samples on the host: each prompt's patches once, its images, and numbers by token.
@@ -285,7 +285,7 @@ class VLPlanner:
             work = Work(2 * shape.base * rows / size, calls=ENGINE_CALLS * shape.text.num_hidden_layers)
             graphs = not rollout.engine_enforce_eager
             return seconds + speeds.decoding(turns * answer, weights, cache, work, graphs)
-        gathered = speeds.gathering(self.zero, shape.model, 1) if not self.resident else 0.0
+        gathered = speeds.gathering(shape.model, 1) if not self.resident else 0.0
         return seconds + gathered + speeds.decoding(turns * answer, weights, cache, shape.one_token(rows), False)
 
     def _score(self) -> Phase:
@@ -309,7 +309,7 @@ class VLPlanner:
         own += sum(each is not None for each in self.shapes.values()) - 1
         reference = float(algorithm.init_kl_coef > 0)
         forwards, calls = self._tokens() / (batch.rows * batch.length), ceil(self.samples / len(samples))
-        seconds = self.speeds.gathering(self.zero, self.shape.model, (own + reference) * calls)
+        seconds = self.speeds.gathering(self.shape.model, (own + reference) * calls)
         for times, adapters in ((own, True), (reference, False)):
             work = self.shape.work(self._scored(batch), self.device, False, adapters)
             seconds += times * self.speeds.seconds(work.times(forwards, calls))
@@ -370,14 +370,14 @@ class VLPlanner:
             self._next_batch(),
         ]
         moments: list[list[Item]] = []
-        for name, trained in self._trained.items():
-            rests = [item for other, own in self._trained.items() if other != name for item in zero.kept(other, own)]
+        for trained in self._trained:
+            rests = [item for other in self._trained if other.name != trained.name for item in zero.kept(other)]
             rests += zero.gathered(trained)
-            activations = self.shapes[name].training(self._learnt_from(batch), self.device)
+            activations = self.shapes[trained.name].training(self._learnt_from(batch), self.device)
             held = Item("activations of a micro-batch", activations, lower)
             whole = micro_batches > 1 or zero.stage == 0 or zero.gradients_at_once(trained)
-            backward = self._backward(zero.gradients(name, trained, micro_batches), held, whole)
-            moments += [[*always, *rests, *moment] for moment in (*backward, zero.step(name, trained))]
+            backward = self._backward(zero.gradients(trained, micro_batches), held, whole)
+            moments += [[*always, *rests, *moment] for moment in (*backward, zero.step(trained))]
         return Phase.fullest("train", self._train_seconds(batch, micro_batches), self.device.on_cpu, *moments)
 
     def _train_seconds(self, batch: MicroBatch, micro_batches: int) -> float:
@@ -385,10 +385,10 @@ class VLPlanner:
         the policy takes."""
         speeds, shape, work = self.speeds, self.shape, self._update_work(batch)
         found = 0.0
-        for model in self._trained.values():
-            found += speeds.seconds(work) + speeds.reducing(self.zero, model, micro_batches)
-            found += speeds.gathering(self.zero, model, 2 * micro_batches)
-            found += speeds.optimizer_step(self.zero, model, shape.trained_tensors)
+        for model in self._trained:
+            found += speeds.seconds(work) + speeds.reducing(model, micro_batches)
+            found += speeds.gathering(model, 2 * micro_batches)
+            found += speeds.optimizer_step(model, shape.trained_tensors)
         return self._updates() * found
 
     def _updates(self) -> int:
@@ -436,8 +436,8 @@ class VLPlanner:
 
     def _resume(self) -> Phase:
         """Optimizer states are on the device while the engine sleeps; models are read one after the other."""
-        read = max(map(self.zero.read_back, self._trained.values()), key=lambda item: item.bytes)
-        moments = [item for name, each in self._trained.items() for item in self.zero.moments(name, each)]
+        read = max(map(self.zero.read_back, self._trained), key=lambda item: item.bytes)
+        moments = [item for each in self._trained for item in self.zero.moments(each)]
         items = [*self._models(stepped=False), *moments, *self._engine(awake=False), read]
         return Phase.fullest("resume", 2 * read.bytes / DISK, self.device.on_cpu, items)  # for its hashes, and again
 

@@ -29,7 +29,7 @@ SUBGROUP = 1_000_000_000  # numbers of a rank that stage 3 steps at once
 @dataclass(frozen=True)
 class Model:
     """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number; numbers
-    of the largest block that stage 3 gathers at once, and of each trained weight."""
+    of the largest block that stage 3 gathers at once, and of each trained weight. name: in the items."""
 
     trained: int
     frozen: int
@@ -38,6 +38,7 @@ class Model:
     width: int
     block: int = 0
     each: tuple[int, ...] = ()
+    name: str = ""
 
     @classmethod
     def of(cls, module: nn.Module, width: int) -> Model:
@@ -111,10 +112,10 @@ class Zero:
         again = size / self.config.zpg if self.config.zpg > 1 else 0
         return size / self.share(3) + again
 
-    def weights(self, name: str, model: Model) -> Item:
+    def weights(self, model: Model) -> Item:
         """Of the model in the run's precision."""
         lower = "bf16, zero_stage 3" if self.stage < 3 else "bf16, more ranks"
-        return Item(f"{name}: weights", self.divided(model.bytes), lower)
+        return Item(f"{model.name}: weights", self.divided(model.bytes), lower)
 
     def on_its_way(self, name: str, model: Model) -> Item:
         """What a load holds on the host: the whole model, under stage 3 one weight after the other."""
@@ -156,22 +157,17 @@ class Zero:
         size = max(model.widest * model.width, min(BUCKET_BYTES, model.bytes))
         return [Item("weights gathered for the engine", size)]
 
-    def optimizer(self, name: str, model: Model, stepped: bool = True) -> list[Item]:
-        """fp32 weights and Adam's moments; on the host with adam_offload.
-
-        Args:
-            name: of the model in the items.
-            model: that is trained.
-            stepped: whether the first step is done, before which there are no moments.
-        """
+    def optimizer(self, model: Model, stepped: bool = True) -> list[Item]:
+        """fp32 weights and Adam's moments; on the host with adam_offload. stepped: whether the first step is done,
+        before which there are no moments."""
         moments = self._moments(model) if stepped else 0
         lower = "adam_offload, offload_trainer, lora_rank, more ranks"
-        item = Item(f"{name}: fp32 weights and Adam's moments", self._masters(model) + moments, lower)
-        return self._offloaded(item, name, model) if self.config.adam_offload else [item]
+        item = Item(f"{model.name}: fp32 weights and Adam's moments", self._masters(model) + moments, lower)
+        return self._offloaded(item, model) if self.config.adam_offload else [item]
 
-    def moments(self, name: str, model: Model) -> list[Item]:
-        """Adam's moments beside `optimizer` before the first step. Args: as of `optimizer`."""
-        item = Item(f"{name}: moments that are read", self._moments(model), "adam_offload, lora_rank, more ranks")
+    def moments(self, model: Model) -> list[Item]:
+        """Adam's moments beside `optimizer` before the first step."""
+        item = Item(f"{model.name}: moments that are read", self._moments(model), "adam_offload, lora_rank, more ranks")
         return [item.on_host(self.config.adam_offload)]
 
     def _masters(self, model: Model) -> float:
@@ -181,10 +177,11 @@ class Zero:
     def _moments(self, model: Model) -> float:
         return 2 * FP32 * model.trained / self.share(1)
 
-    def _offloaded(self, states: Item, name: str, model: Model) -> list[Item]:
+    def _offloaded(self, states: Item, model: Model) -> list[Item]:
         """With adam_offload. Gradients in fp32 lie beside the states, and from stage 2 on what is added up: stage 2 has
         memory for each weight's, or adds up on the device. Stages 1 and 2 copy by way of buffers."""
-        part, buffer = model.trained / self.ranks, Item(f"{name}: buffer of a gradient", model.largest * model.width)
+        part = model.trained / self.ranks
+        buffer = Item(f"{model.name}: buffer of a gradient", model.largest * model.width)
         if self.stage == 3:
             width = self._added_up(model)
             whole, rest = divmod(part, SUBGROUP)
@@ -199,29 +196,26 @@ class Zero:
         items += [buffer, buffer.on_host()] if self.stage < 3 else []
         if self.on_cpu:
             return items
-        return items + rounded(f"{name}: fp32 weights and gradients", locked, dealt, self.ranks)
+        return items + rounded(f"{model.name}: fp32 weights and gradients", locked, dealt, self.ranks)
 
-    def saved(self, name: str, model: Model) -> list[Item]:
+    def saved(self, model: Model) -> list[Item]:
         """A rank's copy of what it writes behind the run, which is kept for the next time; rank 0's of the weights is
         counted over all ranks."""
-        share, named = model.trained / self.ranks, f"{name}: copy of the checkpoint"
+        share, named = model.trained / self.ranks, f"{model.name}: copy of the checkpoint"
         item = Item(named, (3 * FP32 + model.width) * share, "async_save false, lora_rank, more ranks", HOST)
         return [item, *([] if self.on_cpu else rounded(named, [FP32 * share] * 3))]
 
-    def gradients(self, name: str, model: Model, micro_batches: int = 2) -> list[Item]:
+    def gradients(self, model: Model, micro_batches: int = 2) -> list[Item]:
         """While backward runs: those reduced so far, those of the present micro-batch, and buckets.
 
-        Args:
-            name: of the model in the items.
-            model: that is trained.
-            micro_batches: of an update on this rank; with more than one, gradients are added up. 0: no backward runs.
+        micro_batches: of an update on this rank; with more than one, gradients are added up. 0: no backward runs.
         """
         held, stays = model.trained * self._added_up(model) / self.share(2), self._sums_stay(model)
         lower = "zero_stage 2, more ranks, lora_rank"
         lower += ", grad_accum_dtype bf16" if stays or (self.config.adam_offload and self.in_fp32(model)) else ""
         if self.stage == 0 or stays:
             beside = model.trained * model.width if stays and micro_batches else 0
-            return [Item(f"{name}: gradients", held + beside, lower)]
+            return [Item(f"{model.name}: gradients", held + beside, lower)]
         bucket = min(BUCKET, model.trained) if self.on_cpu else BUCKET  # untouched pages of the host take nothing
         # Stage 3 reduces a copy of its bucket.
         twice = self.config.overlap_comm if self.stage < 3 else micro_batches > 0
@@ -231,17 +225,17 @@ class Zero:
         where = self.config.adam_offload and self.stage >= 2 and not self.in_fp32(model)
         single = model.largest * model.width if model.largest > BUCKET and micro_batches else 0
         return [
-            Item(f"{name}: gradients", 0 if where else held + again, lower),
-            Item(f"{name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
+            Item(f"{model.name}: gradients", 0 if where else held + again, lower),
+            Item(f"{model.name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
         ]
 
     def _added_up(self, model: Model) -> int:
         """Bytes of a number in which gradients of micro-batches are added up."""
         return {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
 
-    def kept(self, name: str, model: Model) -> list[Item]:
+    def kept(self, model: Model) -> list[Item]:
         """Of `gradients` what is there between updates too: stage 3 makes room for them once."""
-        return self.gradients(name, model, micro_batches=0) if self.stage == 3 or self._sums_stay(model) else []
+        return self.gradients(model, micro_batches=0) if self.stage == 3 or self._sums_stay(model) else []
 
     def _sums_stay(self, model: Model) -> bool:
         """Whether each rank keeps whole sums in fp32, from the start on."""
@@ -256,13 +250,13 @@ class Zero:
         """Whether gradients are one tensor that is there before a backward, as stage 3's, or comes with its first."""
         return self.in_fp32(model) or (self.stage == 3 and not self.config.adam_offload)
 
-    def step(self, name: str, model: Model) -> list[Item]:
+    def step(self, model: Model) -> list[Item]:
         """While the optimizer steps: gradients in fp32, on the CPU also AdamW's temporaries. Stages 1 and 2 make a flat
         copy of gradients in another type, and one in fp32; the last alone is there while AdamW works."""
-        part, kept, own = model.trained / self.share(1), self.kept(name, model), model.trained * model.width
+        part, kept, own = model.trained / self.share(1), self.kept(model), model.trained * model.width
         if self.config.adam_offload:
             updated = part * model.width if model.width < FP32 else 0
-            return [*kept, Item(f"{name}: updated weights", updated, where=HOST)]
+            return [*kept, Item(f"{model.name}: updated weights", updated, where=HOST)]
         temporaries = 2 * self.on_cpu
         if self.stage == 3:
             size = FP32 * min(SUBGROUP, part) * (1 + temporaries)
@@ -272,4 +266,4 @@ class Zero:
             size = FP32 * part * temporaries + own
         else:
             size = FP32 * part * (1 + (temporaries or not self.in_fp32(model)))
-        return [*kept, Item(f"{name}: gradients in fp32", size, "more ranks, lora_rank")]
+        return [*kept, Item(f"{model.name}: gradients in fp32", size, "more ranks, lora_rank")]

@@ -105,10 +105,8 @@ def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str
     sent = config.changed(model=model, plugins=with_whole_paths(config.plugins))
     target, exact, ahead = f"{__name__}:WorkerDrawing", config.distributed.deterministic, config.asynchronous.ahead
     spec = EngineSpec(target, (sent, whole(path)), torch.get_num_threads(), sent.plugins, deterministic=exact)
-    workers = Workers(config, spec, turns=ahead + 2)
-    return RemoteDrawing(
-        local.sampling, local.n_samples_per_prompt, local.old, local.algorithm, workers=workers, ahead=ahead
-    )
+    own = local.sampling, local.n_samples_per_prompt, local.old, local.algorithm
+    return RemoteDrawing(*own, workers=Workers(config, spec), ahead=ahead)
 
 
 def check_remote(config: DiffusionRunConfig) -> None:
@@ -116,7 +114,7 @@ def check_remote(config: DiffusionRunConfig) -> None:
     if config.offline or config.algorithm.entry.trains_on == "reward":
         what = "pairs of a file" if config.offline else "images drawn while it learns"
         raise ConfigError(f"placement split: this run trains on {what}, without rollouts; use --placement colocated")
-    check_transfer(config.distributed.resources, 1, config.asynchronous.ahead)
+    check_transfer(config, 1)
     check_cluster(config.distributed.resources)
 
 

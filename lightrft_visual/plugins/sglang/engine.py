@@ -35,28 +35,17 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be re
 class SGLangEngine(ResidentEngine):
     """Generation by `sglang.Engine`. One rank is one engine.
 
-    Raises ConfigError without the package or for settings that it does not know, RolloutError when the engine cannot be
-    built or answers something else than it was asked.
+    actor: not read, as weights come by `update_weights`. Raises ConfigError without the package or for settings that it
+    does not know, RolloutError when the engine cannot be built or answers something else than it was asked.
     """
 
-    def __init__(self, config: RunConfig, checkpoint: Checkpoint):
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None):
         require_package()
         prepare_environment()
         self.enable_sleep, self.context_length = config.rollout.enable_engine_sleep, context_length(config)
         self.tokenizer, self.eos_ids = checkpoint.tokenizer, checkpoint.eos_ids
         self.banned_ids = checkpoint.family.banned_ids(checkpoint.tokenizer)
         self.engine = self._build(config, checkpoint)
-
-    @classmethod
-    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> SGLangEngine:
-        """The engine of a run, or of a process that does nothing else.
-
-        Args:
-            config: of the run.
-            checkpoint: that it starts from.
-            actor: not read; weights come by `update_weights`.
-        """
-        return cls(config, checkpoint)
 
     def _build(self, config: RunConfig, checkpoint: Checkpoint) -> Any:
         accelerator = get_accelerator()
@@ -95,7 +84,10 @@ class SGLangEngine(ResidentEngine):
 
         async def one(number: int) -> None:
             outputs = await self.engine.async_generate(**asked[number])
-            made[number] = self._completions(outputs, prompts[number], own[number])
+            if len(outputs) != own[number].n:
+                raise RolloutError(f"SGLang returned {len(outputs)} completions where {own[number].n} were asked for")
+            told = prompts[number], own[number], self.eos_ids, self.tokenizer
+            made[number] = [completion(output, *told) for output in outputs]
             if finished is not None:
                 finished(number, made[number])
 
@@ -110,13 +102,6 @@ class SGLangEngine(ResidentEngine):
                 raise
             raise RolloutError(f"SGLang failed while generating: {self.failure}") from error
         return made
-
-    def _completions(
-        self, outputs: list[dict[str, Any]], prompt: PromptFeatures, settings: SamplingSettings
-    ) -> list[Completion]:
-        if len(outputs) != settings.n:
-            raise RolloutError(f"SGLang returned {len(outputs)} completions where {settings.n} were asked for")
-        return [completion(output, prompt, settings, self.eos_ids, self.tokenizer) for output in outputs]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place, then drop every cache that was computed with the old ones.

@@ -251,12 +251,11 @@ def _train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torc
     codes = _Codebook(book, generator)
     console = RunConsole(settings.vq_steps, line_every=REPORT_EVERY, table_every=0, title="VQ warm-up")
     losses: list[float] = []
-    for pixels in _images(settings, generator):
+    for step in range(settings.vq_steps):
+        pixels, _ = drawn(settings.vq_batch_size, settings, generator)
         encoded = F.normalize(vqmodel.quant_conv(vqmodel.encoder(pixels)), dim=1)
-        if len(losses) < settings.vq_plain_share * settings.vq_steps:
-            quantised = encoded
-        else:
-            quantised = codes.nearest(encoded)
+        plain = step < settings.vq_plain_share * settings.vq_steps
+        quantised = encoded if plain else codes.nearest(encoded)
         straight = encoded + (quantised - encoded).detach()
         made = vqmodel.decoder(vqmodel.post_quant_conv(straight))
         error = F.mse_loss(made, pixels)
@@ -265,15 +264,10 @@ def _train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torc
         optimizer.zero_grad()
         schedule.step()
         losses.append(error.item())
-        console.step(len(losses), {"error": losses[-1]})
+        console.step(step + 1, {"error": losses[-1]})
     console.close()
     vqmodel.requires_grad_(False)
     return losses
-
-
-def _images(settings: UnifiedWarmUp, generator: torch.Generator) -> Iterator[T]:
-    for _ in range(settings.vq_steps):
-        yield drawn(settings.vq_batch_size, settings, generator)[0]
 
 
 class _Codebook:

@@ -209,7 +209,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
-        registry.services.load("placement").check(config)
+        registry.services.load("placement").check_remote(config)
     return config, checkpoint
 
 
@@ -418,7 +418,7 @@ def _engine(config: RunConfig, checkpoint: Checkpoint, *trained: TrainEngine | N
         each.offload()
         each.offload_weights()
     if config.distributed.split:
-        return registry.services.load("placement").engine(config, checkpoint)
+        return registry.services.load("placement").RemoteEngine.from_config(config, checkpoint)
     engine = build_engine(config, checkpoint, trained[0])
     engine.sleep(keep_weights=False)  # the trainer's come before the first rollout; until then what resumes needs room
     return engine

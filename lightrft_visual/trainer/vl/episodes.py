@@ -122,7 +122,7 @@ def episode_stage(config: RunConfig, checkpoint: Checkpoint) -> Any:
     if not config.episodes.used:
         return RolloutStage
     split = config.distributed.split
-    return registry.services.load("placement").RemoteEpisodes if split else own_episodes(config, checkpoint)
+    return registry.services.load("placement").RemoteEngine.episodes if split else own_episodes(config, checkpoint)
 
 
 def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:

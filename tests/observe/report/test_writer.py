@@ -9,8 +9,9 @@ from lightrft_visual.observe.report import page as module
 from lightrft_visual.observe.report.page import ReportWriter
 
 
-def test_the_report_is_written_as_the_run_goes(tmp_path):
-    run, report = RunRecorder(tmp_path), ReportWriter(tmp_path, active=True, every=2)
+def test_the_report_is_written_as_the_run_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 2)
+    run, report = RunRecorder(tmp_path), ReportWriter(tmp_path, active=True)
     run.log_step(1, {"reward_mean": 0.5})
     assert report.next_step == 2 and not (tmp_path / "report.html").exists()
     run.log_step(2, {"reward_mean": 0.6})
@@ -45,6 +46,6 @@ def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog)
 
 def test_an_inactive_writer_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write_report", lambda *arguments: pytest.fail("written"))
-    report = ReportWriter(tmp_path, active=False, every=1)
+    report = ReportWriter(tmp_path, active=False)
     report.write_due(1)
     assert report.write() is None

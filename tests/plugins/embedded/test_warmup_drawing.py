@@ -17,12 +17,11 @@ from lightrft_visual.models.tiny.diffusion import (
     build_t5_tokenizer,
 )
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
-from lightrft_visual.plugins.embedded.resolve import embedded_folder
+from lightrft_visual.plugins.embedded.resolve import resolve_pipeline
 from lightrft_visual.plugins.embedded.warmup_drawing import (
     EmbeddedSD3Settings,
     EmbeddedSD15Settings,
-    embedded_diffusion_folder,
-    embedded_sd15_folder,
+    embedded_pipeline,
     encode_clip_captions,
     fold_shift,
     optimise,
@@ -66,9 +65,9 @@ def test_spoilt_captions_have_their_share():
 
 def test_the_warm_up_says_how_far_it_is(capsys):
     weight = torch.nn.Parameter(torch.ones(2))
-    (trained,) = optimise(iter([weight]), lambda: weight.square().sum(), 401, 1e-3, "warm-up, nothing")
+    optimise(iter([weight]), lambda: weight.square().sum(), 401, 1e-3, "warm-up, nothing")
     lines = capsys.readouterr().out.splitlines()
-    assert trained is weight and [line.split("  ")[0] for line in lines] == [
+    assert [line.split("  ")[0] for line in lines] == [
         "warm-up, nothing step 400/401", "warm-up, nothing step 401/401",
     ]  # fmt: skip
     assert all("loss 1." in line for line in lines)
@@ -76,15 +75,15 @@ def test_the_warm_up_says_how_far_it_is(capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return embedded_sd15_folder(tmp_path_factory.mktemp("cache"), SD15)
+    return embedded_pipeline(SD15, tmp_path_factory.mktemp("cache"))
 
 
 def test_the_folder_is_cached_by_its_settings(tmp_path):
-    folder = embedded_diffusion_folder(tmp_path, SD3)
+    folder = embedded_pipeline(SD3, tmp_path)
     stamp = (folder / "model_index.json").stat().st_mtime_ns
-    assert embedded_diffusion_folder(tmp_path, SD3) == folder
+    assert embedded_pipeline(SD3, tmp_path) == folder
     assert (folder / "model_index.json").stat().st_mtime_ns == stamp
-    assert embedded_diffusion_folder(tmp_path, dataclasses.replace(SD3, seed=1)) != folder
+    assert embedded_pipeline(dataclasses.replace(SD3, seed=1), tmp_path) != folder
 
 
 def test_the_stock_pipeline_opens_the_folder_and_the_policy_reads_it_as_a_ddim_model(folder):
@@ -99,7 +98,7 @@ def test_the_stock_pipeline_opens_the_folder_and_the_policy_reads_it_as_a_ddim_m
 
 def test_another_family_has_no_embedded_model():
     with pytest.raises(ConfigError, match="no embedded model of family flux"):
-        embedded_folder("flux")
+        resolve_pipeline("embedded", "flux")
 
 
 @torch.no_grad()

@@ -22,6 +22,11 @@ ROWS, WIDTH, OUT = 7, 33, 65
 PRODUCT = 2 * ROWS * WIDTH * OUT
 
 
+def speeds_of(device, width, ranks, local, stage="2") -> Speeds:
+    settings = parse_run(RunConfig, ["--zero_stage", stage]).config.distributed
+    return Speeds.of(device, width, Zero(settings, ranks, device.on_cpu), local)
+
+
 def counted(module: nn.Module, run, backward: bool = True) -> Work:
     return held_bytes(module, run, backward=backward).work
 
@@ -65,29 +70,27 @@ def test_a_smaller_last_micro_batch_has_as_many_calls() -> None:
 
 
 def test_a_card_waits_for_its_host_where_operations_are_many() -> None:
-    speeds = Speeds.of(CARD, 2, 1, 1)
+    speeds = speeds_of(CARD, 2, 1, 1)
     small, large = Work(flops=1e9, calls=10_000), Work(flops=1e15, calls=100)
     assert speeds.seconds(small) == pytest.approx(10_000 * times.CALL, rel=1e-3)
     assert speeds.seconds(large) == pytest.approx(1e15 / (times.PRODUCTS * CARD.flops), rel=1e-3)
-    assert Speeds.of(CARD, 4, 1, 1).products == speeds.products * times.FLOAT32
+    assert speeds_of(CARD, 4, 1, 1).products == speeds.products * times.FLOAT32
 
 
 def test_a_host_computes_what_it_starts(monkeypatch) -> None:
     monkeypatch.setattr(times, "smallest_call", lambda: 1e-6)
-    speeds = Speeds.of(replace(CARD, name="cpu", flops=1e9), 4, 1, 1)
+    speeds = speeds_of(replace(CARD, name="cpu", flops=1e9), 4, 1, 1)
     work = Work(flops=7e8, calls=1000)
     assert speeds.seconds(work) == pytest.approx(7e8 / (times.HOST_PRODUCTS * 1e9) + 1000 * times.HOST_CALL * 1e-6)
 
 
 def test_ranks_of_several_hosts_exchange_by_the_network_and_one_rank_nothing() -> None:
-    near, far = (Speeds.of(CARD, 2, 16, local) for local in (16, 8))
+    near, far = (speeds_of(CARD, 2, 16, local, "3") for local in (16, 8))
     assert near.peers == 9 * far.peers
-    settings = parse_run(RunConfig, ["--zero_stage", "3"]).config.distributed
-    model = Model(trained=10**9, frozen=0, largest=10**6, widest=10**6, width=2)
-    alone, many = (Zero(settings, ranks, False) for ranks in (1, 16))
-    assert far.reducing(alone, model, 4) == far.gathering(alone, model, 2) == 0
-    assert far.reducing(many, model, 4) == pytest.approx(4 * 15 / 16 * 2e9 / far.peers)
-    assert far.gathering(many, model, 2) == pytest.approx(2 * 15 / 16 * 2e9 / far.peers)
+    model, alone = Model(trained=10**9, frozen=0, largest=10**6, widest=10**6, width=2), speeds_of(CARD, 2, 1, 1, "3")
+    assert alone.reducing(model, 4) == alone.gathering(model, 2) == 0
+    assert far.reducing(model, 4) == pytest.approx(4 * 15 / 16 * 2e9 / far.peers)
+    assert far.gathering(model, 2) == pytest.approx(2 * 15 / 16 * 2e9 / far.peers)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_the_card_that_is_there_is_known_by_its_product_name(monkeypatch, produc
     monkeypatch.setattr(process, "device_products", lambda: [product])
     found, listed = process.present(8), DEVICES[like]
     assert (found.name, found.flops, found.link, found.memory) == (like, listed.flops, listed.link, gib * 2**30)
-    assert Speeds.of(found, 2, 8, 8).peers == Speeds.of(listed, 2, 8, 8).peers
+    assert speeds_of(found, 2, 8, 8).peers == speeds_of(listed, 2, 8, 8).peers
 
 
 def test_a_card_that_is_not_listed_has_the_speeds_of_one_with_as_much_memory(monkeypatch) -> None:
@@ -118,9 +121,8 @@ def test_a_card_that_is_not_listed_has_the_speeds_of_one_with_as_much_memory(mon
 
 
 def test_a_step_of_stage_0_is_over_all_of_a_model() -> None:
-    model, speeds = Model(10**9, 0, 10**6, 10**6, width=2), Speeds.of(CARD, 2, 8, 8)
-    settings = (parse_run(RunConfig, ["--zero_stage", stage]).config.distributed for stage in ("0", "1"))
-    whole, part = (speeds.optimizer_step(Zero(each, 8, False), model, 1) for each in settings)
+    model = Model(10**9, 0, 10**6, 10**6, width=2)
+    whole, part = (speeds_of(CARD, 2, 8, 8, stage).optimizer_step(model, 1) for stage in ("0", "1"))
     assert whole == pytest.approx(8 * part, rel=0.1)  # but for starting operations
 
 

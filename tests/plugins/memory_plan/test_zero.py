@@ -76,11 +76,11 @@ def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
 def test_the_optimizers_states_are_those_planned() -> None:
     found = on_ranks(states_by_stage, ranks=2)[0]
     assert found.pop("kept") == [2 * TRAINED, 2 * BUCKET]
-    assert [each.bytes for each in zero(3, ranks=2).kept("it", Model(TRAINED, 0, 9, 9, 2))] == [2 * TRAINED, 2 * BUCKET]
+    assert [each.bytes for each in zero(3, ranks=2).kept(Model(TRAINED, 0, 9, 9, 2))] == [2 * TRAINED, 2 * BUCKET]
     for name, (before, after) in found.items():
         stage, width = int(name[0]), 2 if name.endswith("bf16") else 4
         model = Model(TRAINED, 256 * 256 + 256, 256 * 256, 256 * 256, width)
-        planned = [zero(stage, ranks=2).optimizer("it", model, stepped)[0].bytes for stepped in (False, True)]
+        planned = [zero(stage, ranks=2).optimizer(model, stepped)[0].bytes for stepped in (False, True)]
         assert [before, after] == planned, name
 
 
@@ -122,7 +122,7 @@ def test_gradients_take_what_is_planned_between_updates_in_backward_and_in_the_s
         kept, backward, step = (
             sum(item.bytes for item in items if "buckets" not in item.name) / model.trained
             for items in (
-                settings.kept("it", model), settings.gradients("it", model, 1), settings.step("it", model),
+                settings.kept(model), settings.gradients(model, 1), settings.step(model),
             )
         )  # fmt: skip
         told = (stage, added_up, bf16)
@@ -166,7 +166,7 @@ def test_what_an_offloaded_optimizer_holds_on_the_host_is_planned() -> None:
     model = Model.of(module, 2)
     for (stage, added_up), found in on_ranks(offloaded_states, ranks=1)[0].items():
         settings = zero(stage, ranks=1, on_cpu=True, adam_offload=True, grad_accum_dtype=added_up)
-        planned = [*settings.optimizer("it", model), *settings.gradients("it", model)[: settings.in_fp32(model)]]
+        planned = [*settings.optimizer(model), *settings.gradients(model)[: settings.in_fp32(model)]]
         assert [each.bytes for each in planned] == found, (stage, added_up)
 
 
@@ -175,9 +175,9 @@ def test_what_is_page_locked_of_an_offloaded_optimizer_takes_powers_of_two() -> 
     size = 3 * 2**20
     whole, parts = Model(size, 0, 2**20, 2**20, 2), Model(size, 0, 2**20, 2**20, 2, 0, (size,))
     plain, apart = (zero(2, 1, adam_offload=True, grad_accum_dtype=each) for each in (None, "bf16"))
-    assert plain.optimizer("it", whole)[-1].bytes == (4 + 4 + 2) * 2**20
-    assert apart.optimizer("it", parts)[-1].bytes == (4 + 4 + 2 + 2) * 2**20
-    assert zero(3, 1, adam_offload=True).optimizer("it", whole)[-1].bytes == (4 + 4) * 2**20
+    assert plain.optimizer(whole)[-1].bytes == (4 + 4 + 2) * 2**20
+    assert apart.optimizer(parts)[-1].bytes == (4 + 4 + 2 + 2) * 2**20
+    assert zero(3, 1, adam_offload=True).optimizer(whole)[-1].bytes == (4 + 4) * 2**20
 
 
 @pytest.mark.slow
@@ -185,18 +185,18 @@ def test_weights_that_are_divided_twice_are_planned_twice() -> None:
     """With zpg each of so many ranks keeps a part of the weights beside its part among all."""
     numbers = 256 * 256 + 256 + 256 * 64 + 64
     model = Model(trained=numbers, frozen=0, largest=256 * 256, widest=256 * 256, width=2)
-    planned = {zpg: zero(3, ranks=2, zpg=zpg).weights("it", model).bytes for zpg in (1, 2)}
+    planned = {zpg: zero(3, ranks=2, zpg=zpg).weights(model).bytes for zpg in (1, 2)}
     assert on_ranks(parts_by_division, ranks=2)[0] == planned
     assert zero(3, ranks=32, zpg=8).divided(32) == 1 + 4
 
 
 def test_stages_divide_what_they_divide() -> None:
     by_stage = {stage: zero(stage) for stage in range(4)}
-    weights = {stage: each.weights("it", BILLION).bytes for stage, each in by_stage.items()}
+    weights = {stage: each.weights(BILLION).bytes for stage, each in by_stage.items()}
     assert weights == {0: 2.2e9, 1: 2.2e9, 2: 2.2e9, 3: 2.2e9 / 8}
-    states = {stage: each.optimizer("it", BILLION)[0].bytes for stage, each in by_stage.items()}
+    states = {stage: each.optimizer(BILLION)[0].bytes for stage, each in by_stage.items()}
     assert states == {0: 12e9, 1: 12e9 / 8, 2: 12e9 / 8, 3: 12e9 / 8}
-    held = {stage: by_stage[stage].gradients("it", BILLION, micro_batches=1)[0].bytes for stage in range(4)}
+    held = {stage: by_stage[stage].gradients(BILLION, micro_batches=1)[0].bytes for stage in range(4)}
     assert held == {0: 2e9, 1: 2e9, 2: 4e9 / 8, 3: 4e9 / 8}  # 2 and 3 add up in fp32
     assert by_stage[2].gathered(BILLION) == [] and by_stage[3].gathered(BILLION)[0].bytes == 2 * (10**9 + 10**6)
     blocks = replace(BILLION, block=2 * 10**7)
@@ -204,20 +204,20 @@ def test_stages_divide_what_they_divide() -> None:
 
 
 def test_a_step_has_gradients_twice_where_their_sums_are_not_in_fp32() -> None:
-    steps = {(stage, bits): zero(stage, grad_accum_dtype=bits).step("it", BILLION)[-1].bytes
+    steps = {(stage, bits): zero(stage, grad_accum_dtype=bits).step(BILLION)[-1].bytes
              for stage, bits in ((0, None), (1, None), (2, None), (2, "bf16"))}  # fmt: skip
     assert steps == {(0, None): 6e9, (1, None): 8e9 / 8, (2, None): 4e9 / 8, (2, "bf16"): 8e9 / 8}
-    sums = [zero(2, grad_accum_dtype=bits).gradients("it", BILLION)[0].bytes for bits in (None, "bf16")]
+    sums = [zero(2, grad_accum_dtype=bits).gradients(BILLION)[0].bytes for bits in (None, "bf16")]
     assert sums == [4e9 / 8, 2e9 / 8 * 2]
 
 
 def test_stage_1_has_whole_sums_in_fp32_from_the_start_where_it_adds_up_in_it() -> None:
     """DeepSpeed's BF16_Optimizer: 4 bytes of each number on each rank, and gradients in bf16 beside."""
     summing = zero(1, grad_accum_dtype="fp32")
-    assert [each.bytes for each in summing.kept("it", BILLION)] == [4e9]
-    assert [each.bytes for each in summing.gradients("it", BILLION)] == [6e9]
-    assert [each.bytes for each in summing.step("it", BILLION)] == [4e9, 2e9]
-    assert zero(1).kept("it", BILLION) == zero(1, adam_offload=True, grad_accum_dtype="fp32").kept("it", BILLION) == []
+    assert [each.bytes for each in summing.kept(BILLION)] == [4e9]
+    assert [each.bytes for each in summing.gradients(BILLION)] == [6e9]
+    assert [each.bytes for each in summing.step(BILLION)] == [4e9, 2e9]
+    assert zero(1).kept(BILLION) == zero(1, adam_offload=True, grad_accum_dtype="fp32").kept(BILLION) == []
 
 
 def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
@@ -247,40 +247,38 @@ def test_stage_3_hands_weights_over_in_buckets() -> None:
 
 def test_buckets_are_whole_on_accelerators_and_touched_on_the_host() -> None:
     small = Model(trained=1000, frozen=0, largest=10, widest=10, width=2)
-    assert zero(2).gradients("it", small)[1].bytes == 2 * BUCKET
-    assert zero(2, overlap_comm=True).gradients("it", small)[1].bytes == 4 * BUCKET
-    assert zero(2, on_cpu=True).gradients("it", small)[1].bytes == 2 * 1000
+    assert zero(2).gradients(small)[1].bytes == 2 * BUCKET
+    assert zero(2, overlap_comm=True).gradients(small)[1].bytes == 4 * BUCKET
+    assert zero(2, on_cpu=True).gradients(small)[1].bytes == 2 * 1000
     large = replace(BILLION, trained=BUCKET // 2)  # stage 3 reduces a copy of what is in its one bucket
-    assert zero(3).gradients("it", large)[1].bytes == zero(3, overlap_comm=True).gradients("it", large)[1].bytes
-    assert zero(3).gradients("it", large)[1].bytes == 2 * (BUCKET + BUCKET // 2)
+    assert zero(3).gradients(large)[1].bytes == zero(3, overlap_comm=True).gradients(large)[1].bytes
+    assert zero(3).gradients(large)[1].bytes == 2 * (BUCKET + BUCKET // 2)
 
 
 def test_stage_3_keeps_room_for_gradients_between_updates() -> None:
-    assert [each.bytes for each in zero(3).kept("it", BILLION)] == [4e9 / 8, 2 * BUCKET]
-    offloaded = zero(3, adam_offload=True).kept("it", BILLION)
+    assert [each.bytes for each in zero(3).kept(BILLION)] == [4e9 / 8, 2 * BUCKET]
+    offloaded = zero(3, adam_offload=True).kept(BILLION)
     assert [each.bytes for each in offloaded] == [0, 2 * BUCKET]  # those on the host are counted with the states
-    assert zero(2).kept("it", BILLION) == []
-    stepping = [each.bytes for each in zero(3).step("it", BILLION)]
+    assert zero(2).kept(BILLION) == []
+    stepping = [each.bytes for each in zero(3).step(BILLION)]
     assert stepping == [4e9 / 8, 2 * BUCKET, 4e9 / 8]  # a subgroup's gradients are copied
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_offloaded_states_lie_on_the_host(stage: int) -> None:
-    states = zero(stage, adam_offload=True).optimizer("it", BILLION)[0]
+    states = zero(stage, adam_offload=True).optimizer(BILLION)[0]
     assert states.where == HOST and states.bytes == (12 + 4 + 2) * 1e9 / 8
-    gradients = zero(2, adam_offload=True).gradients("it", BILLION)[0]
+    gradients = zero(2, adam_offload=True).gradients(BILLION)[0]
     assert gradients.where == DEVICE and gradients.bytes == 4e9 / 8 and "grad_accum_dtype bf16" in gradients.lower
-    assert zero(2, adam_offload=True, grad_accum_dtype="bf16").gradients("it", BILLION)[0].bytes == 0
-    assert all(item.where == HOST for item in zero(stage, adam_offload=True).step("it", BILLION))
-    assert zero(stage).step("it", BILLION)[0].where == DEVICE
+    assert zero(2, adam_offload=True, grad_accum_dtype="bf16").gradients(BILLION)[0].bytes == 0
+    assert all(item.where == HOST for item in zero(stage, adam_offload=True).step(BILLION))
+    assert zero(stage).step(BILLION)[0].where == DEVICE
 
 
 def test_stage_3_steps_a_billion_numbers_of_a_rank_at_once_however_many_ranks_there_are() -> None:
     """DeepSpeed counts a rank's own part of the weights."""
     model = Model(trained=8 * 10**9, frozen=0, largest=10**6, widest=10**6, width=2)
-    steps = {ranks: zero(3, ranks).step("it", model)[-1].bytes for ranks in (1, 4, 16)}
+    steps = {ranks: zero(3, ranks).step(model)[-1].bytes for ranks in (1, 4, 16)}
     assert steps == {1: 4 * 10**9, 4: 4 * 10**9, 16: 2 * 10**9}
-    offloaded = {
-        bits: zero(3, 4, adam_offload=True, grad_accum_dtype=bits).optimizer("it", model) for bits in (None, "bf16")
-    }
+    offloaded = {bits: zero(3, 4, adam_offload=True, grad_accum_dtype=bits).optimizer(model) for bits in (None, "bf16")}
     assert [items[0].bytes for items in offloaded.values()] == [(12 + 4 + 4) * 2 * 10**9, (12 + 4 + 2) * 2 * 10**9]

@@ -46,7 +46,7 @@ def test_workers_are_told_whole_paths(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "mine.py").touch()
     specs = []
-    monkeypatch.setattr(drawing, "Workers", lambda config, spec, turns: specs.append(spec))
+    monkeypatch.setattr(drawing, "Workers", lambda config, spec: specs.append(spec))
     local = SimpleNamespace(sampling=None, n_samples_per_prompt=1, old=None, algorithm=None)
     config = DiffusionRunConfig(plugins="mine.py", distributed=DistributedConfig(deterministic=True))
     monkeypatch.setattr(DiffusionRunConfig, "check", lambda self: pytest.fail("of an open run"))

@@ -20,7 +20,6 @@ from lightrft_visual.plugins.unified.task import unified_task
 from lightrft_visual.plugins.unified.tiny_janus import (
     Drawings,
     UnifiedWarmUp,
-    _images,
     codes_of,
     drawn,
     partly_wrong,
@@ -61,7 +60,7 @@ def test_codes_lie_where_the_stock_decoder_reads_them(warmed):
     vq = warmed[1].model.vqmodel
     book = vq.quantize.embedding.weight
     torch.testing.assert_close(book.norm(dim=1), torch.ones(len(book)), atol=1e-5, rtol=0)
-    pixels = next(_images(SHORT, torch.Generator().manual_seed(1)))
+    pixels, _ = drawn(SHORT.vq_batch_size, SHORT, torch.Generator().manual_seed(1))
     codes = codes_of(vq, pixels)
     encoded = F.normalize(vq.quant_conv(vq.encoder(pixels)), dim=1).permute(0, 2, 3, 1).flatten(0, 2)
     likeness = encoded @ book.T

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ....config.placement import AUTO, ResourcesConfig
+from ....config.placement import AUTO
 from ....errors import ConfigError, RolloutError
 from ....rollout.weight_sync import BUCKET_BYTES, WeightsRefused, cut
 from ....runtime.vendor_patches import variable
@@ -417,24 +417,18 @@ class WeightReceiver:
         self._group.close()
 
 
-def check_transfer(resources: ResourcesConfig, devices: int, ahead: int) -> None:
-    """Raise ConfigError where weights are to go from device to device and cannot.
-
-    Args:
-        resources: with the setting.
-        devices: of each worker.
-        ahead: batches that are begun before they are asked for.
-    """
-    reason = _hindrance(devices, ahead)
-    if resources.weight_transfer == "device" and reason is not None:
+def check_transfer(config: Any, devices: int) -> None:
+    """Raise ConfigError where weights of a run are to go from device to device and cannot. devices: of each worker."""
+    reason = _hindrance(config, devices)
+    if config.distributed.resources.weight_transfer == "device" and reason is not None:
         raise ConfigError(f"weight_transfer device: {reason}; use weight_transfer host, or auto")
 
 
-def _hindrance(devices: int, ahead: int) -> str | None:
+def _hindrance(config: Any, devices: int) -> str | None:
     """Why weights cannot go from device to device."""
     if devices > 1:
         return f"a worker of engine_tp_size {devices} hands its weights on to processes of vLLM"
-    if ahead:
+    if config.asynchronous.ahead:
         return "with async.max_staleness workers take weights over at different times"
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
         return "with VLLM_BATCH_INVARIANT the workers' NCCL has other settings than the trainer's"
@@ -443,7 +437,7 @@ def _hindrance(devices: int, ahead: int) -> str | None:
     return None
 
 
-def by_device(resources: ResourcesConfig, devices: int, ahead: int) -> bool:
-    """Whether weights go from device to device. Args: as of `check_transfer`."""
-    asked = resources.weight_transfer
-    return asked == "device" or (asked == AUTO and over_cards() and _hindrance(devices, ahead) is None)
+def by_device(config: Any, devices: int) -> bool:
+    """Whether weights go from device to device; as `check_transfer`."""
+    asked = config.distributed.resources.weight_transfer
+    return asked == "device" or (asked == AUTO and over_cards() and _hindrance(config, devices) is None)

@@ -1,4 +1,4 @@
-"""A rollout engine whose work is done by workers in other processes."""
+"""A rollout engine whose work is done by workers in other processes. The core asks for its class and `check_remote`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ....rollout.engine import Finished, RolloutEngine
 from ....rollout.weight_sync import Posted
 from ....runtime import collectives
 from .device_weights import WeightSender, by_device, check_transfer
-from .episodes import EpisodeEngine, for_workers
+from .episodes import EpisodeEngine, RemoteEpisodes, for_workers
 from .in_flight import Begun, InFlight, asked_for
 from .partial import PartialRollouts
 from .pool import WorkerPool
@@ -36,19 +36,19 @@ AGAIN, COPIED, SENT = "again", "copied", "sent"  # how a version went over, for 
 class Workers:
     """The workers of a run with the way to them: pool, weights and their versions. All ranks make one together.
 
-    spec: of each worker's engine. turns: versions of the weights that are kept, see `WeightPost`.
+    spec: of each worker's engine.
     """
 
     sender: WeightSender | None = None  # where rank 0 sends weights from device to device
 
-    def __init__(self, config: Any, spec: EngineSpec, turns: int = 2) -> None:
-        self.cluster = Cluster(config.distributed.resources, spec)
+    def __init__(self, config: Any, spec: EngineSpec) -> None:
+        resources, turns = config.distributed.resources, config.asynchronous.ahead + 2  # see `WeightPost`
+        self.cluster = Cluster(resources, spec)
         several = collectives.world_size() > 1
         self.pool = WorkerPool(self.cluster.workers, collectives.is_rank_0(), shared=several)
         self.post = self.cluster.post(turns) if collectives.is_rank_0() else None
         self.version = 0
-        resources = config.distributed.resources
-        if self.post is not None and by_device(resources, spec.devices, config.asynchronous.ahead):
+        if self.post is not None and by_device(config, spec.devices):
             self.sender = WeightSender(self.pool, self.cluster.address(), resources.weight_transfer == "device")
 
     def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
@@ -130,6 +130,7 @@ class RemoteEngine(RolloutEngine):
     """
 
     streams = True
+    episodes = RemoteEpisodes  # the stage that the trainer has beside it
 
     def __init__(
         self,
@@ -157,12 +158,11 @@ class RemoteEngine(RolloutEngine):
         sent = for_workers(config)
         exact = config.distributed.deterministic
         spec = EngineSpec(target, (sent,), torch.get_num_threads(), sent.plugins, devices, exact)
-        ahead = config.asynchronous.ahead
-        workers = Workers(config, spec, turns=ahead + 2)
+        workers, ahead = Workers(config, spec), config.asynchronous.ahead > 0
         alone = entry.adapters_alone and config.model.lora_rank > 0
         files = not entry.adapters_alone  # else the workers' models are transformers' own
         partial = _partial(config, workers, checkpoint)
-        return cls(workers, alone, ahead > 0, partial, entry.reads_patches, files, config.episodes.used)
+        return cls(workers, alone, ahead, partial, entry.reads_patches, files, config.episodes.used)
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
@@ -273,7 +273,7 @@ def check_remote(config: RunConfig) -> None:
     entry = registry.engines[config.rollout.engine_type]
     if entry.worker is None:
         raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
-    check_transfer(config.distributed.resources, config.rollout.engine_tp_size, config.asynchronous.ahead)
+    check_transfer(config, config.rollout.engine_tp_size)
     check_cluster(config.distributed.resources)
 
 

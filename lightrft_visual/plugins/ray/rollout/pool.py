@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ....errors import RolloutError
 from ....rollout.weight_sync import Posted
-from .worker import GenerateRequest, LacksWeights
+from .worker import LacksWeights
 
 logger = logging.getLogger(__name__)
 SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
@@ -178,9 +178,9 @@ class WorkerPool:
         """Do a piece; whether the worker died over it."""
         while True:
             with self._lock:
-                request = GenerateRequest(self.version, self.posted, self.caches)
+                present = self.version, self.posted, self.caches
             try:
-                made = worker.call("run", request, piece.arguments)
+                made = worker.call("run", *present, piece.arguments)
             except LacksWeights as error:
                 if self._passed_on(piece, worker):
                     return False

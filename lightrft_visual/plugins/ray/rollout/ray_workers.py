@@ -125,7 +125,7 @@ class Cluster:
         except self.ray.exceptions.RayError as error:
             raise ConfigError(f"a rollout worker does not start: {end_of(error)}") from error
 
-    def post(self, turns: int = 2) -> WeightPost:
+    def post(self, turns: int) -> WeightPost:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
         sharing = [each["shares_memory"] for each in self.described]
         return WeightPost(turns=turns, store=None if all(sharing) else self.ray.put, shared=any(sharing))

@@ -33,19 +33,6 @@ class EngineSpec:
     deterministic: bool = False
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """What a call needs of the worker before it runs.
-
-    version: of the weights; posted: where it is, if the caller knows. caches: a count; where it has moved on, what was
-    computed of earlier prompts is forgotten.
-    """
-
-    version: int
-    posted: Posted | None
-    caches: int = 0
-
-
 class Worker:
     """One engine in a process of its own. Its calls come one at a time."""
 
@@ -109,19 +96,23 @@ class Worker:
             self.receiver.close()
         self.receiver = None
 
-    def run(self, request: GenerateRequest, arguments: tuple) -> Any:
-        """(the engine's `generate` of the arguments, version of its weights): of the order's version, or a later one
-        that another process of the run has given it.
+    def run(self, version: int, posted: Posted | None, caches: int, arguments: tuple) -> Any:
+        """(the engine's `generate` of the arguments, version of its weights). Raises LacksWeights, and what the engine
+        raises.
 
-        Raises LacksWeights, and what the engine raises.
+        Args:
+            version: of the weights; a later one, which another process of the run has given it, will do.
+            posted: where that version is, if the caller knows.
+            caches: a count; where it has moved on, what was computed of earlier prompts is forgotten.
+            arguments: of `generate`.
         """
-        if request.version != self.version and (request.posted is not None or request.version > self.version):
-            if request.posted is None:
-                raise LacksWeights(f"the worker has weight version {self.version}, asked for is {request.version}")
-            self.load(request.posted)
-        if request.caches != self.caches:
+        if version != self.version and (posted is not None or version > self.version):
+            if posted is None:
+                raise LacksWeights(f"the worker has weight version {self.version}, asked for is {version}")
+            self.load(posted)
+        if caches != self.caches:
             self.engine.reset_caches()
-            self.caches = request.caches
+            self.caches = caches
         try:
             return self.engine.generate(*arguments), self.version
         except LightRFTVisualError:

@@ -297,15 +297,21 @@ def test_checksums_tell_order_and_value():
 
 @pytest.mark.parametrize(("devices", "ahead", "said"), [(2, 0, "engine_tp_size 2"), (1, 1, "max_staleness")])
 def test_what_cannot_go_from_device_to_device(devices, ahead, said, monkeypatch):
-    asked, auto, usual = (ResourcesConfig(weight_transfer=way) for way in ("device", "auto", "host"))
-    assert usual == ResourcesConfig()
+    def run(way, ahead=0):
+        resources = ResourcesConfig(weight_transfer=way)
+        return SimpleNamespace(
+            distributed=SimpleNamespace(resources=resources), asynchronous=SimpleNamespace(ahead=ahead)
+        )
+
+    asked, auto, usual = map(run, ("device", "auto", "host"))
+    assert usual == run(ResourcesConfig().weight_transfer)
     with pytest.raises(ConfigError, match=f"weight_transfer device: .*{said}.*use weight_transfer host, or auto"):
-        check_transfer(asked, devices, ahead)
-    check_transfer(auto, devices, ahead)
-    check_transfer(asked, 1, 0)
-    assert by_device(asked, 1, 0) and not by_device(auto, 1, 0)
+        check_transfer(run("device", ahead), devices)
+    check_transfer(run("auto", ahead), devices)
+    check_transfer(asked, 1)
+    assert by_device(asked, 1) and not by_device(auto, 1)
     monkeypatch.setattr(device_weights, "over_cards", lambda: True)
-    assert by_device(auto, 1, 0) and not by_device(auto, devices, ahead) and not by_device(usual, 1, 0)
-    assert not_usual(asked, OF_WORKERS) == ["weight_transfer"]  # nobody else reads it
+    assert by_device(auto, 1) and not by_device(run("auto", ahead), devices) and not by_device(usual, 1)
+    assert not_usual(asked.distributed.resources, OF_WORKERS) == ["weight_transfer"]  # nobody else reads it
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not by_device(auto, 1, 0)
+    assert not by_device(auto, 1)

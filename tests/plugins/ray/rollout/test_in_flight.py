@@ -88,7 +88,7 @@ def test_what_is_asked_otherwise_is_drawn_again(pool_of, prompts, settings):
     class Handle:
         name = "a"
 
-        def call(self, method, request, arguments):
+        def call(self, method, version, posted, caches, arguments):
             asked.extend(arguments[0])
             return drawn * len(arguments[0]), 1
 

@@ -25,12 +25,12 @@ class Handle:
     def __init__(self):
         self.calls, self.hold = [], None
 
-    def call(self, method, order, arguments):
+    def call(self, method, version, posted, caches, arguments):
         prompts, settings = arguments
         self.calls.append([(prompt.group_id, len(prompt.continued)) for prompt in prompts])
         if self.hold is not None:
             self.hold.wait(60)
-        return [[self.one(prompt, settings)] for prompt in prompts], order.version
+        return [[self.one(prompt, settings)] for prompt in prompts], version
 
     def one(self, prompt, settings):
         whole = [prompt.copy, prompt.group_id] * 10
@@ -94,8 +94,8 @@ def test_weights_change_and_prompts_join_between_segments(pool_of):
 @pytest.mark.parametrize("fault", ["too few", "no text"])
 def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(pool_of, fault):
     class Short(Handle):
-        def call(self, method, order, arguments):
-            made, version = super().call(method, order, arguments)
+        def call(self, method, version, posted, caches, arguments):
+            made, version = super().call(method, version, posted, caches, arguments)
             return made[:-1] if fault == "too few" else made, version
 
     class Mute(Tokenizer):
@@ -111,10 +111,10 @@ def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(pool_
 
 def test_after_an_error_the_workers_go_on_with_other_batches(pool_of):
     class Choosy(Handle):
-        def call(self, method, order, arguments):
+        def call(self, method, version, posted, caches, arguments):
             if any(prompt.label == "1" for prompt in arguments[0]):
                 raise RolloutError("not this one")
-            return super().call(method, order, arguments)
+            return super().call(method, version, posted, caches, arguments)
 
     pool = pool_of([Choosy()])
     partial, settings = PartialRollouts(pool, Tokenizer(), 2, slots=1), SamplingSettings(n=1, max_new_tokens=4)

@@ -34,8 +34,9 @@ class Handle:
     def __init__(self, name, work):
         self.name, self.work, self.done, self.restarts = name, work, [], 0
 
-    def call(self, method, order, arguments):
+    def call(self, method, version, posted, caches, arguments):
         assert method == "run"
+        order = SimpleNamespace(version=version, posted=posted, caches=caches)
         made = self.work(self, order, arguments)
         self.done.append(arguments)
         return made, order.version

@@ -196,7 +196,7 @@ def test_workers_get_the_settings_of_a_run_that_is_open_unchecked(monkeypatch):
     """Then the default of a setting stands there, which the user may not have named."""
     config, specs = RunConfig(distributed=DistributedConfig(deterministic=True)), []
     monkeypatch.setattr(RunConfig, "check", lambda self: pytest.fail("checked once more"))
-    monkeypatch.setattr(engine, "Workers", lambda config, spec, turns: specs.append(spec))
+    monkeypatch.setattr(engine, "Workers", lambda config, spec: specs.append(spec))
     engine.RemoteEngine.from_config(config, None)
     (spec,) = specs
     assert spec.deterministic and spec.arguments[0] == config and spec.arguments[0] is not config
