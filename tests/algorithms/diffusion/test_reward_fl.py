@@ -9,6 +9,7 @@ from torch import nn
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore, RewardFL
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.layers import flow_match_schedule
 
 
@@ -139,3 +140,8 @@ def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
     assert not start.grad[better].any() and start.grad[worse].abs().sum() > 0
     assert float(outcome.means["target_share"]) == pytest.approx(0.5)
     assert outcome.loss.item() == pytest.approx(-(settings.target + scores[worse].item()) / 2)
+
+
+def test_steps_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="final_timestep"):
+        RewardFL(mid_timestep=8, final_timestep=8)
