@@ -353,8 +353,8 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         with strategy.loading():
             backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
-        family = family_of(backbone.config)  # which may not be the policy's
-        shares = bool(config.train.share_prefix) and not family.sharing_refused(model.attn_implementation)
+        refused = family_of(backbone.config).sharing_refused(model.attn_implementation)  # it may be of another type
+        shares = bool(config.train.share_prefix) and not refused
         settings = OptimizerSettings.from_config(
             config.train, config.train.critic_learning_rate, config.updates(total_steps)
         )
@@ -390,7 +390,8 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     teacher = open_checkpoint(path, config.model, config.data)
     with strategy.loading():
         transformer = load_transformer(path, config.model, strategy.dtype)
-    shares = bool(config.train.share_prefix) and not teacher.family.sharing_refused(config.model.attn_implementation)
+    refused = teacher.family.sharing_refused(config.model.attn_implementation)  # it may be of another type
+    shares = bool(config.train.share_prefix) and not refused
     scorer = Actor(transformer, teacher.family.banned_ids(teacher.tokenizer), checkpoint.eos_ids, shares)
     frozen = strategy.prepare_inference(scorer)
     prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))
