@@ -284,7 +284,7 @@ def test_samples_hold_each_segment_behind_the_one_that_it_continues():
 def test_prompts_are_shared_where_asked_for_rows_are_divided_once_and_other_divisions_are_refused():
     model = stock("qwen3_5").model
     family = family_of(model.config)
-    assert not family.shares_prompts(True, "auto")
+    assert [family.shares_prompts(wanted, True, "auto") for wanted in (None, True)] == [False, True]
     assert family.sharing_refused("auto") is None
     assert all(Backbone(model).by_segments for _ in range(2))  # one model that two hold
     divide_segments(model.base_model.language_model)

@@ -323,8 +323,7 @@ class VLPlanner:
     def _shares(self) -> bool:
         train, attention = self.config.train, self.config.model.attn_implementation
         several = self.config.rollout.n_samples_per_prompt > 1
-        own = train.share_prefix
-        return self.shape.family.shares_prompts(several, attention) if own is None else own
+        return self.shape.family.shares_prompts(train.share_prefix, several, attention)
 
     def _samples(self, count: int) -> list[SampleRef]:
         """The longest samples of a rank, group after group."""

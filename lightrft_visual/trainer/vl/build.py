@@ -243,7 +243,7 @@ def _resolve_sharing(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"share_prefix: {refused}; leave it out, or set it to false")
     if train.share_prefix is None:
         several = config.rollout.n_samples_per_prompt > 1
-        train.share_prefix = checkpoint.family.shares_prompts(several, attention)
+        train.share_prefix = checkpoint.family.shares_prompts(None, several, attention)
         if several and refused and collectives.is_rank_0():
             logger.warning("each sample's prompt is computed anew, share_prefix is off: %s", refused)
 
@@ -353,8 +353,7 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
         with strategy.loading():
             backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
-        refused = family_of(backbone.config).sharing_refused(model.attn_implementation)  # it may be of another type
-        shares = bool(config.train.share_prefix) and not refused
+        shares = family_of(backbone.config).able_to_share(config.train.share_prefix, model.attn_implementation)
         settings = OptimizerSettings.from_config(
             config.train, config.train.critic_learning_rate, config.updates(total_steps)
         )
@@ -390,8 +389,7 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
     teacher = open_checkpoint(path, config.model, config.data)
     with strategy.loading():
         transformer = load_transformer(path, config.model, strategy.dtype)
-    refused = teacher.family.sharing_refused(config.model.attn_implementation)  # it may be of another type
-    shares = bool(config.train.share_prefix) and not refused
+    shares = teacher.family.able_to_share(config.train.share_prefix, config.model.attn_implementation)
     scorer = Actor(transformer, teacher.family.banned_ids(teacher.tokenizer), checkpoint.eos_ids, shares)
     frozen = strategy.prepare_inference(scorer)
     prove(config, scorer, teacher, fingerprint(path, teacher.path, {}))

@@ -163,10 +163,22 @@ class VLMFamily(MediaConventions):
             return f"attn_implementation {attn_implementation} does not take segments"
         return None
 
-    def shares_prompts(self, several: bool, attn_implementation: str) -> bool:
-        """Whether a run that does not say so computes the prompt of a group once: where it can be done in all layers.
-        several: whether groups have several samples."""
+    def shares_prompts(self, wanted: bool | None, several: bool, attn_implementation: str) -> bool:
+        """Whether a run computes the prompt of a group once.
+
+        Args:
+            wanted: what it asks for; None: where it can be done in all layers.
+            several: whether groups have several samples.
+            attn_implementation: setting of the run.
+        """
+        if wanted is not None:
+            return wanted
         return several and not self.carries_state and self.sharing_refused(attn_implementation) is None
+
+    def able_to_share(self, wanted: bool | None, attn_implementation: str) -> bool:
+        """The same of a critic or a teacher, which may be of another type than the policy that `wanted` was settled
+        for: it then computes each sample's prompt anew."""
+        return bool(wanted) and self.sharing_refused(attn_implementation) is None
 
     def token_types(self, ids: T) -> T:
         """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
