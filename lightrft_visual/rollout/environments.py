@@ -247,10 +247,18 @@ def awaited_value(value: Any) -> Any:
     """
     if not inspect.isawaitable(value):
         return value
-    if asyncio._get_running_loop() is not None:
+    if _in_coroutine():
         with contextlib.closing(BackgroundLoop(LOOP)) as nested:
             return awaited([value], nested)[0]
     return awaited([value], _loop.get())[0]
+
+
+def _in_coroutine() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class HeldEnvironment:

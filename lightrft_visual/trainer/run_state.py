@@ -286,9 +286,9 @@ class RunState:
         paths, rank, trainer = _states_in(folder), collectives.rank(), self.trainer
         if len(paths) == collectives.world_size():
             trainer.load_engines(folder)
-            return _state_at(paths[rank])
+            return load_state(paths[rank])
         trainer.load_engines(folder, len(paths))
-        states = [_state_at(path) for path in paths]
+        states = [load_state(path) for path in paths]
         return {
             **states[0],
             "trainer": trainer.state_of_ranks([state["trainer"] for state in states]),
@@ -319,13 +319,3 @@ def _states_in(folder: Path) -> list[Path]:
         told = ", ".join(sorted(path.name for path in paths))
         raise CheckpointError(f"a checkpoint has no state of every rank: {told}")
     return found
-
-
-def _state_at(path: Path) -> dict[str, Any]:
-    state = load_state(path)
-    if "hooks" not in state:
-        raise CheckpointError(
-            f"{path.parent} is of an earlier version of lightrft_visual: resume with that one, or name another "
-            "checkpoint by resume_from"
-        )
-    return state

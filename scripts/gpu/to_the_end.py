@@ -36,7 +36,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 160, 50), "blue": (50, 80, 230), 
 KINDS = ("circle", "square", "triangle")
 TRAIN, TEST = 4096, 256  # scenes
 SAVING = 300  # seconds at most from the request to save until the run has ended
-STOPPED = (0, 130)  # exit codes of a run that ended or has saved
+STOPPED = (0, 130, 143)  # exit codes of a run that ended or has saved
 COUNTING = (
     "--bf16 true --lora_rank 64 --lora_alpha 128 --actor_learning_rate 2e-5 --init_kl_coef 0 --rollout_batch_size 32 "
     "--n_samples_per_prompt 8 --train_batch_size 256 --micro_train_batch_size 32 --micro_rollout_batch_size 32 "

@@ -447,7 +447,7 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     first.evaluate = evaluate
     assert first.fit() == {"eval_reward": 0.5} and first.weights == 0
     assert names_in(tmp_path) == ["checkpoint-000000"]
-    assert "stopped by signal at step 0; a checkpoint is saved" in first.said
+    assert "stopped by signal at step 0; a checkpoint is saved" in first.said and first.state.exit_code == 143
     resumed = walk(resume=tmp_path / "checkpoint-000000")
     resumed.start = lambda: os.kill(os.getpid(), signal.SIGTERM)  # while it starts
     resumed.fit()

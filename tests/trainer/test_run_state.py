@@ -15,7 +15,7 @@ from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager
 from lightrft_visual.runtime.checkpoint.same_model import check_model
-from lightrft_visual.runtime.checkpoint.state import load_state, save_state
+from lightrft_visual.runtime.checkpoint.state import load_state
 from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
@@ -154,17 +154,6 @@ def test_a_stop_behind_a_checkpoint_of_its_step_writes_none_again(tmp_path, monk
     assert state.stop(rewound=True).name == "checkpoint-000003" and writes.call_count == 1
     trainer.step = 4
     assert state.stop().name == "checkpoint-000004" and writes.call_count == 2
-
-
-def test_a_checkpoint_of_a_version_without_hooks_is_refused_before_anything_is_taken_over(tmp_path):
-    trainer = Trainer()
-    folder = RunState(trainer, output(tmp_path)).save()
-    path = folder / "run_state_rank0.safetensors"
-    save_state(path, {name: value for name, value in load_state(path).items() if name != "hooks"} | {"step": 7})
-    trainer.load_engines = lambda folder: None
-    with pytest.raises(CheckpointError, match="checkpoint-000000 is of an earlier version .*resume with that one"):
-        RunState(trainer, output(tmp_path), folder).resume()
-    assert trainer.step == 0
 
 
 def test_weights_taken_to_be_evaluated_bring_their_step_and_no_other_state(tmp_path):

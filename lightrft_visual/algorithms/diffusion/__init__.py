@@ -33,7 +33,7 @@ def _clipped(kind: type[FlowGRPO], config: DiffusionRunConfig) -> FlowGRPO:
     """A loss of stochastic steps, by the rule that rollouts draw them with."""
     sampling, algorithm = config.sampling, config.algorithm
     return kind(
-        rule="ddim" if algorithm.entry.prediction == "epsilon" else FLOW_RULES[config.trajectory],
+        rule="ddim" if issubclass(kind, DDPO) else FLOW_RULES[config.trajectory],
         noise_level=sampling.noise_level,
         log_prob=sampling.log_prob,
         guidance_scale=training_guidance(config),

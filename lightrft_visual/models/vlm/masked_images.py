@@ -83,8 +83,7 @@ def beside_hidden(inputs: ModelInputs, share: float, seed: int) -> ModelInputs:
     groups = [0] * count if inputs.group_ids is None else on_host(inputs.group_ids).tolist()
     seeds = [derive_seed(seed, "hidden", group) for group in groups[: len(vision.samples)]]
     both = VisionTensors.gather([vision, hide_patches(vision, share, seeds)])
-    routing = inputs.routing and [*inputs.routing, *[None] * count]  # hidden images may go another way
-    return replace(with_again(inputs, [*range(count)]).to(inputs.sequences.device), vision=both, routing=routing)
+    return replace(with_again(inputs, [*range(count)]).to(inputs.sequences.device), vision=both)
 
 
 def halves(output: ActorOutput) -> tuple[ActorOutput, ActorOutput]:

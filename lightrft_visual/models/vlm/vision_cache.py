@@ -244,7 +244,8 @@ class Drawing:
 
 
 def with_again(inputs: ModelInputs, index: list[int]) -> ModelInputs:
-    """The samples, and those at `index` once more behind them; on the host, without vision and records of experts."""
+    """The samples, and those at `index` once more behind them; on the host, without vision. The others alone have
+    records of experts: what is hidden from the copies may send them another way."""
     known = ModelInputs(**map_tensors(vars(replace(inputs, vision=VisionTensors(), routing=None)), on_host))
     tokens = torch.arange(known.sequences.numel()).split(known.sample_lengths)
     columns = torch.cat([tokens[number] for number in index])
@@ -260,4 +261,5 @@ def with_again(inputs: ModelInputs, index: list[int]) -> ModelInputs:
 
     by_sample = ("action_mask", "packed_seq_lens", "num_actions", "sample_ids", "group_ids")
     made = {name: again(getattr(known, name)) for name in by_sample}
+    made["routing"] = inputs.routing and [*inputs.routing, *[None] * len(index)]
     return replace(known, sequences=of_tokens(known.sequences), attention_mask=of_tokens(known.attention_mask), **made)

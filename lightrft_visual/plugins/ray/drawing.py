@@ -126,7 +126,7 @@ class TrainedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
         trained = (each for each in self.policy.named_parameters() if each[1].requires_grad)
-        for bucket in in_buckets(trained, BUCKET_BYTES, lambda named: whole_bytes(named[1:])):
+        for bucket in in_buckets(trained, BUCKET_BYTES, lambda named: whole_bytes([named[1]])):
             with gathered([parameter for _, parameter in bucket]):
                 for name, parameter in bucket:
                     yield name, parameter.detach()

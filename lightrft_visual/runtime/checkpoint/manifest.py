@@ -16,7 +16,7 @@ from torch import nn
 from ...errors import CheckpointError
 from ..files import write_atomic
 
-FORMAT = 2
+FORMAT = 3
 
 
 class OtherFormat(CheckpointError):

@@ -131,13 +131,12 @@ def load_state(path: str | Path) -> Any:
         raise CheckpointError(f"{path} is missing")
     try:
         with safe_open(path, framework="pt") as file:
-            tree = (file.metadata() or {}).get(TREE)  # of earlier versions
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if tree is None and TREE not in tensors:
+    if TREE not in tensors:
         raise CheckpointError(f"{path} holds no state of this package")
     try:
-        return decode(json.loads(tensors[TREE].numpy().tobytes() if tree is None else tree), tensors)
+        return decode(json.loads(tensors[TREE].numpy().tobytes()), tensors)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error

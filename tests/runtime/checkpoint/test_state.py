@@ -1,7 +1,6 @@
 """Plain state round-trips exactly, and nothing in a file, of ours or DeepSpeed's, can run. That steps go on bit for bit
 after a load is in test_precision.py."""
 
-import json
 import math
 import pickle
 import random
@@ -18,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.state import TAG, TREE, load_state, save_state
+from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.safe_loading import SafeCheckpointEngine
 from lightrft_visual.runtime.usercode.surroundings import rng_state, set_rng_state
 
@@ -104,13 +103,6 @@ def test_text_of_any_size_leaves_the_header_small_and_comes_back_with_lone_surro
     assert int.from_bytes(content[:8], "little") < 500 and len(content) < 31_000
     loaded = load_state(tmp_path / "s")
     assert loaded["answers"] == state["answers"] and torch.equal(loaded["tensor"], state["tensor"])
-
-
-def test_a_file_with_its_json_in_the_header_as_earlier_versions_wrote_it_is_read(tmp_path):
-    tree = {"step": 3, "pair": {TAG: "tuple", "items": [1, "字"]}, "tensor": {TAG: "tensor", "key": "0"}}
-    save_file({"0": torch.arange(3)}, tmp_path / "s", metadata={TREE: json.dumps(tree)})
-    loaded = load_state(tmp_path / "s")
-    assert loaded.pop("tensor").tolist() == [0, 1, 2] and loaded == {"step": 3, "pair": (1, "字")}
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, np.array(["text"]), Path("x"), 1j])

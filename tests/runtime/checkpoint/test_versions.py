@@ -27,7 +27,7 @@ def rewrite(path, drop=(), **changes):
     return path
 
 
-@pytest.mark.parametrize("found", [FORMAT + 1, FORMAT - 1, 0, "2", None])
+@pytest.mark.parametrize("found", [FORMAT + 1, FORMAT - 1, 0, "3", None])
 def test_one_of_another_version_is_refused_by_name_also_where_one_of_this_version_stands_beside_it(tmp_path, found):
     saved(tmp_path, 1)
     path = rewrite(saved(tmp_path, 2), format=found, versions={"lightrft_visual": "9.1"})
@@ -42,7 +42,7 @@ def test_one_of_another_version_is_refused_by_name_also_where_one_of_this_versio
 
 def test_a_checkpoint_says_its_format_and_its_model_and_one_that_names_no_format_is_refused(tmp_path):
     content = json.loads((saved(tmp_path) / MANIFEST).read_text())
-    assert content["format"] == FORMAT == 2 and content["model"] == HERE
+    assert content["format"] == FORMAT == 3 and content["model"] == HERE
     with pytest.raises(OtherFormat, match=r"has format 1, .*resume with the version that wrote it"):
         verify(rewrite(tmp_path / "checkpoint-000001", drop=("model", "format")))
 
