@@ -1,5 +1,6 @@
 """What is wrong with a reward is said when it is asked with a sample, before anything loads."""
 
+import json
 import random
 import sys
 import time
@@ -12,6 +13,7 @@ from reward_servers import FaultyServer, closed_port
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, DataError, RewardError
+from lightrft_visual.inference import _RunsRewards
 from lightrft_visual.rewards import probe
 from lightrft_visual.rewards.batch import batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
@@ -101,6 +103,12 @@ def test_good_function_keeps_its_state_and_the_runs_seeds(functions):
     config = RewardConfig(reward_fn=f"{functions}:good")
     before = random.getstate()
     assert probed(config, DATA, batch_of) == config and random.getstate() == before
+
+
+def test_rewards_of_a_run_that_judge_other_data_stay_so_once_they_are_asked():
+    """They may have labels that no sample of an evaluation has."""
+    config = _RunsRewards(reward_recipe=json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b", "c")}))
+    assert not probed(config, DATA, batch_of).every_label
     rewards = RewardComputationEngine.from_config(config)
     assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [1.0]
 
