@@ -103,12 +103,6 @@ def test_good_function_keeps_its_state_and_the_runs_seeds(functions):
     config = RewardConfig(reward_fn=f"{functions}:good")
     before = random.getstate()
     assert probed(config, DATA, batch_of) == config and random.getstate() == before
-
-
-def test_rewards_of_a_run_that_judge_other_data_stay_so_once_they_are_asked():
-    """They may have labels that no sample of an evaluation has."""
-    config = _RunsRewards(reward_recipe=json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b", "c")}))
-    assert not probed(config, DATA, batch_of).every_label
     rewards = RewardComputationEngine.from_config(config)
     assert rewards.score_media(["x"], [Image.new("RGB", (8, 8))]).score.tolist() == [1.0]
 
@@ -129,6 +123,12 @@ def test_functions_of_a_file_share_one_execution_whose_trials_are_gone_before_th
     assert len(sys.held) == 3 and sys.held[2]() is not None and run.score(batch_of(0), 1).score.tolist() == [2.0]
     path.write_text(f"{text}def two(prompts):\n    return [40.0]\n")
     assert RewardComputationEngine.from_config(config).score(batch_of(0), 1).score.tolist() == [41.0]
+
+
+def test_rewards_of_a_run_that_judge_other_data_stay_so_once_they_are_asked():
+    """They may have labels that no sample of an evaluation has."""
+    config = _RunsRewards(reward_recipe=json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b", "c")}))
+    assert not probed(config, DATA, batch_of).every_label
 
 
 def test_probe_that_is_off_or_has_nothing_to_ask_with_asks_nothing(functions):
