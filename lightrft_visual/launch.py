@@ -284,11 +284,12 @@ def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
 def _train(trainer: PolicyTrainer) -> None:
     with trainer.state.listening():
         trainer.fit()
-        trainer.close()
-        if trainer.state.exit_code:  # launchers end the others once one rank has left with it
+        if trainer.state.stopped:  # launchers end the others once one rank has left with another code than 0
             from .runtime import collectives
 
-            collectives.barrier()
+            collectives.meet()  # rank 0 may have a report to write, and records to send
+            collectives.barrier()  # it holds the store that `meet` reads
+        trainer.close()
 
 
 def _fail(config: AnyConfig, error: BaseException) -> None:

@@ -113,7 +113,7 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once_and_its_handler_goes
 
 def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):
     monkeypatch.setattr(launch, "_leave", lambda code: None)
-    state = SimpleNamespace(exit_code=75, listening=nullcontext)
+    state = SimpleNamespace(exit_code=75, stopped=True, listening=nullcontext)
     trainer = SimpleNamespace(fit=lambda: None, close=lambda: None, state=state)
     with pytest.raises(SystemExit) as left:
         launch._run(RunConfig(), lambda: trainer)
@@ -196,7 +196,7 @@ def fit():
         threading.Thread(target=stays, daemon=True).start()
     print("written last", end="")
 
-state = SimpleNamespace(exit_code=int(sys.argv[1]), listening=nullcontext)
+state = SimpleNamespace(exit_code=int(sys.argv[1]), stopped=False, listening=nullcontext)
 trainer = SimpleNamespace(fit=fit, close=lambda: None, state=state)
 launch._run(RunConfig(), lambda: trainer)
 if "goes on" in sys.argv:

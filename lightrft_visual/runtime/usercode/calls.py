@@ -437,8 +437,9 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = source_line_of(sys._current_frames().get(main.ident))
-            say_last(f"error: {what} did not react to {who_asked(interrupt)}{where}; the process ends")
-            os._exit(1)
+            asked = who_asked(interrupt)
+            say_last(f"error: {what} did not react to {asked}{where}; the process ends")
+            os._exit(1 if asked == "SIGTERM" else INTERRUPTED)
 
     def ask() -> None:
         if not asked_at:

@@ -59,8 +59,8 @@ class RolloutsAhead:
         were allowed is drawn again."""
         self._begun.clear()
         self.source.load_state_dict(state)
-        too_old = state["max_staleness"] > self.settings.max_staleness
-        self.engine.load_state_dict({} if too_old else state["engine"])
+        too_old = state.get("max_staleness", 0) > self.settings.max_staleness
+        self.engine.load_state_dict({} if too_old else state.get("engine", {}))
 
 
 class StalenessHook(StepHook):

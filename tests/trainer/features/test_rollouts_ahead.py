@@ -37,7 +37,7 @@ class Counting:
 def ahead_of(begun: list, state=None, max_staleness: int = 2) -> RolloutsAhead:
     """Two batches ahead of a source, with an engine that holds a state."""
     held = [state]
-    engine = SimpleNamespace(state_dict=lambda: held[-1], load_state_dict=held.append, note_policy=lambda version: None)
+    engine = SimpleNamespace(state_dict=lambda: held[-1], load_state_dict=held.append)
     return RolloutsAhead(Counting(), AsyncConfig(max_staleness, batches_ahead=2), engine, begun.append)
 
 
@@ -72,6 +72,12 @@ def test_what_a_run_that_allowed_older_tokens_has_drawn_is_drawn_again(before, d
     resumed = ahead_of([], max_staleness=2)
     resumed.load_state_dict(state)
     assert resumed.engine.state_dict() == ({} if drawn_again else "what is drawn")
+
+
+def test_a_run_that_allowed_no_older_tokens_is_resumed_as_one_that_does():
+    resumed = ahead_of([])
+    resumed.load_state_dict(Counting().state_dict())
+    assert resumed.next(0, 9) == 1
 
 
 def test_settings():
