@@ -9,16 +9,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
-from forked import run_alone
+from forked import on_ranks, run_alone
 from transformers.utils import logging as transformers_logging
 from waiting import finished
 
@@ -118,6 +120,26 @@ def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatc
     with pytest.raises(SystemExit) as left:
         launch._run(RunConfig(), lambda: trainer)
     assert left.value.code == 75
+
+
+def leaves_behind_rank_0(mark: str) -> bool:
+    """Rank 0 writes its report while others leave; an engine of vLLM ends the process group as it closes."""
+    torch.distributed.init_process_group("gloo")
+    done, rank = Path(mark), torch.distributed.get_rank()
+
+    def fit():
+        if rank == 0:
+            time.sleep(1)
+            done.touch()
+
+    state = SimpleNamespace(exit_code=143, stopped=True, listening=nullcontext)
+    launch._train(SimpleNamespace(fit=fit, close=torch.distributed.destroy_process_group, state=state))
+    return done.exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_leaves_when_all_have_done_their_last_work(tmp_path):
+    assert on_ranks(leaves_behind_rank_0, str(tmp_path / "done")) == [True, True]
 
 
 def test_an_error_of_ours_is_told_in_a_line_and_in_full_in_the_log(ended, capsys, tmp_path, monkeypatch):
