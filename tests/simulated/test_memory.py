@@ -39,7 +39,7 @@ def test_a_resumed_engine_and_an_export_hold_what_the_plan_says(ranks, stage):
     plan = Zero(DistributedConfig(zero_stage=stage), ranks=2, on_cpu=False)
     numbers = ranks[0][f"stage_{stage}"]["weights"] // 4
     model = Model(numbers, 0, 512 * 256, 512 * 256, width=4)
-    items = [plan.weights("it", model), *plan.optimizer("it", model), *plan.kept("it", model)]
+    items = [plan.weights(model), *plan.optimizer(model), *plan.kept(model)]
     small = (64 * 512 + 512 + 256) * 4 if stage == 3 else 0  # weights that ZeRO-3 keeps whole
     for rank in ranks:
         assert abs(rank[f"stage_{stage}"]["loading"] - sum(item.bytes for item in items) - small) <= SMALL
