@@ -542,6 +542,8 @@ class VLSettings(TypedDict, total=False):
     """engine_mem_util."""
     vllm_enable_sleep: bool
     """enable_engine_sleep."""
+    vllm_kv_cache_dtype: str
+    """engine_kv_cache_dtype."""
     save_dir: StrPath
     """output_dir."""
     resume: bool

@@ -212,6 +212,8 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "entropy_loss_coef": "entropy_coef",
     "vllm_mem_util": "engine_mem_util",
     "vllm_enable_sleep": "enable_engine_sleep",
+    "engine.enable_sleep": "enable_engine_sleep",
+    "vllm_kv_cache_dtype": "engine_kv_cache_dtype",
     "save_dir": "output_dir",
     "resume": "load_checkpoint",
     "images_key": "image_key",  # of vision-language runs

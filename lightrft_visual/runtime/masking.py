@@ -10,16 +10,19 @@ MASK = "***"
 MASKED_VALUE = "*** (a secret)"  # in place of a setting's text that is one whatever its name
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
-# A number is a secret too, but for tokens: `eos_token: 151645`.
-NUMBERS = "(?:api|access|private|secret)[_-]?keys?|secrets?|password|passwd|passphrase|credentials?"
+# A number is a secret too, but for tokens and those of several: `eos_token: 151645`, `no_secrets: 1.0`.
+NUMBERS = "(?:api|access|private|secret)[_-]?key|secret|password|passwd|passphrase|credentials?"
+SEVERAL = "(?:api|access|private|secret)[_-]?keys|secrets"  # in a line only texts in quotes and lists: no sentence
 WORDS = f"{NUMBERS}|token"
-HEADERS = "auth|authorization|cookie"  # a line that begins so may be a sentence
-SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|bearer|{HEADERS})$", re.IGNORECASE)
+SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|{SEVERAL}|bearer|authorization)$", re.IGNORECASE)
 USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
-KEY = r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|nvapi-|xox[bp]-)"
+KEY = r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[bp]-)"
 SECRET_VALUES = (
     re.compile(rf"{KEY}[A-Za-z0-9_\-]{{12,}}"),
-    re.compile(r"\b(?:gsk_|r8_|xai-|wandb_v1_)[A-Za-z0-9]{16,}[\w\-]*|\bAIza[\w\-]{30,}"),  # no `r8_alpha16_dropout`
+    re.compile(  # by their lengths: no `r8_checkpoint20261130final`
+        r"\b(?:r8_[A-Za-z0-9]{37,}|gsk_[A-Za-z0-9]{40,}|xai-[A-Za-z0-9]{60,}"
+        r"|AIza[\w\-]{30,}|(?:nvapi-|wandb_v1_)[\w\-]{40,})"
+    ),
     re.compile(r"\bA(?:KIA|SIA)[0-9A-Z]{16}\b"),
     re.compile(r"\beyJ[\w\-]{8,}\.eyJ[\w\-]{8,}\.[\w\-]+"),  # a JSON web token
     USERINFO,
@@ -46,8 +49,8 @@ def _key(words: str) -> str:
 
 _ENDS = r"\s*(?:[,}\]\n]|$)"
 INLINE_SECRET = re.compile(
-    rf"(?i)({_key(f'{WORDS}|{HEADERS}')}[\"'])(?:[^\"'\\]|\\.)+"
-    rf"|({_key('token')}(?!(?:\[[\d., ]++\]?|[\d.]++){_ENDS})|{_key(f'{NUMBERS}|{HEADERS}')})"
+    rf"(?i)({_key(f'{WORDS}|{SEVERAL}|authorization')}[\"'])(?:[^\"'\\]|\\.)+"
+    rf"|({_key('token')}(?!(?:\[[\d., ]++\]?|[\d.]++){_ENDS})|{_key(f'{NUMBERS}|authorization')}|{_key(SEVERAL)}(?=\[))"
     rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]?|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
     r"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:(?:API|ACCESS|PRIVATE|SECRET)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
@@ -139,7 +142,7 @@ def names_secret(name: str, value: Any) -> bool:
         ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
         return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and not name.lower().endswith("token") and bool(SECRET_NAME.search(name))
+    return number and not name.lower().endswith(("token", "keys", "secrets")) and bool(SECRET_NAME.search(name))
 
 
 def holds_secret(text: str) -> bool:

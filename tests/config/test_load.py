@@ -145,6 +145,8 @@ def test_aliases_set_the_field_they_name() -> None:
 def test_settings_of_the_engine_are_read_with_a_dot() -> None:
     for name in (name for name in NAMES.leaves if name.startswith("rollout.engine_") and not name.endswith("kwargs")):
         assert NAMES.find(name.removeprefix("rollout.").replace("_", ".", 1)) == [(NAMES.leaves[name], "")]
+    assert NAMES.find("engine.enable_sleep") == [(NAMES.leaves["rollout.enable_engine_sleep"], "")]
+    assert NAMES.find("vllm_kv_cache_dtype") == [(NAMES.leaves["rollout.engine_kv_cache_dtype"], "")]
     leaf = NAMES.leaves["rollout.engine_kwargs"]
     assert NAMES.find("engine.kwargs.max_logprobs") == [(leaf, "max_logprobs")]
 

@@ -150,6 +150,11 @@ def test_where_the_reference_is_found(raw, wanted, left):
     assert (row.reference, row.metadata) == (wanted, left)
 
 
+def test_a_reference_in_a_mapping_that_is_no_json_is_refused():
+    with pytest.raises(DataError, match="'reward_model.ground_truth' looks like a mapping, but is not valid JSON"):
+        parse({"prompt": "q", "reward_model": "{'ground_truth': '3'}"})
+
+
 def test_columns_under_names_of_ones_own_stay_columns_for_rewards_and_must_exist():
     keys = {"input_key": "problem", "reference_key": "target", "label_key": "kind", "images_key": "pics"}
     row = parse({"problem": "hi", "target": ["4"], "kind": 3, "pics": [b"1"], "level": 2}, **keys)

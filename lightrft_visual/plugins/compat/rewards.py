@@ -169,7 +169,7 @@ FLOW_GRPO = Form(
 
 
 def reads_messages(function: Callable[..., Any]) -> bool:
-    """Whether the function, or one of its file that it names, reads `x[0]["content"]`, a chat message, or its role."""
+    """Whether the function, or one of its file that it names, reads `something[0]["content"]`, a chat message."""
     function = getattr(function, "function", function)
     while isinstance(function, partial):
         function = function.func
@@ -187,11 +187,9 @@ def reads_messages(function: Callable[..., Any]) -> bool:
         except (OSError, TypeError, SyntaxError):  # made without a file, or a lambda in the middle of a line
             continue
         for node in ast.walk(tree):
-            match node:  # x[0]["content"], x[-1]["role"], x[0].get("content")
-                case ast.Subscript(message, key) | ast.Call(ast.Attribute(message, "get"), [key, *_]):
-                    match message, key:
-                        case ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content" | "role"):
-                            return True
+            match node:  # x[0]["content"], x[-1]["content"]
+                case ast.Subscript(ast.Subscript(_, ast.Constant(int()) | ast.UnaryOp()), ast.Constant("content")):
+                    return True
                 case ast.Name(name):
                     waiting.append(part.__globals__.get(name))
     return False

@@ -74,12 +74,15 @@ def choose_form(form: str, function: Callable[..., Any], signature: Any) -> Form
 
 @contextmanager
 def tells_of_messages(arguments: Collection[str], form: Form) -> Iterator[None]:
-    """The error of a function that may have read completions, which are texts, as chat messages says what has these."""
+    """The error of a function that may read completions, which are texts, as chat messages says how to get these."""
     try:
         yield
     except RewardError as error:
         if "completions" in {*arguments} - {*form.inputs} and READ_A_TEXT.search(str(error)):
-            told = "if it reads completions as chat messages: --reward_form trl_chat"
+            way = 'write completion[0]["content"], by which it is recognised'
+            told = (
+                f"if it reads completions as chat messages: {way}, or --reward_form trl_chat if all of --reward_fn do"
+            )
             raise type(error)(f"{error}\n  {told}") from error
         raise
 

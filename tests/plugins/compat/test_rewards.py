@@ -197,15 +197,16 @@ def test_chat_messages_are_recognised_in_partials_and_methods():
         assert CallableSource(function).score(batch).values.tolist() == [3]
 
 
-def test_chat_messages_are_recognised_by_content_or_role_of_a_message():
-    def role(completions, **kwargs):
-        return [float(completion[0]["role"] == "assistant") for completion in completions]
+def test_a_function_that_reads_messages_or_mappings_of_another_column_is_given_texts():
+    def reads(completions, history, docs):
+        told = zip(completions, history, docs, strict=True)
+        return [
+            len(text) + (turns[-1]["role"] == "user") + (found[0].get("content") in text) for text, turns, found in told
+        ]
 
-    def got(completions, **kwargs):
-        return [float(len(completion[-1].get("content"))) for completion in completions]
-
-    batch = batch_from_samples([make_samples(["abc"])])
-    assert [CallableSource(function).score(batch).values.tolist() for function in (role, got)] == [[1], [3]]
+    row = {"history": [{"role": "user", "content": "q"}], "docs": [{"content": "b"}]}
+    batch = batch_from_samples([make_samples(["abc"], metadata=[row])])
+    assert CallableSource(reads).score(batch).values.tolist() == [5]
 
 
 def test_a_function_that_reads_a_text_as_messages_is_told_of_the_form():
@@ -213,7 +214,7 @@ def test_a_function_that_reads_a_text_as_messages_is_told_of_the_form():
         return [float(len(message["content"])) for completion in completions for message in completion]
 
     batch = batch_from_samples([make_samples(["abc"])])
-    with pytest.raises(RewardError, match="chat messages: --reward_form trl_chat") as told:
+    with pytest.raises(RewardError, match="chat messages: .*or --reward_form trl_chat") as told:
         CallableSource(loop).score(batch)
     assert "string indices must be integers" in str(told.value)
     assert CallableSource(loop, form="trl_chat").score(batch).values.tolist() == [3]

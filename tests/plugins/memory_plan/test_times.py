@@ -101,6 +101,7 @@ def test_ranks_of_several_hosts_exchange_by_the_network_and_one_rank_nothing() -
         ("NVIDIA A100-PCIE-40GB", 39.5, "a100-40gb"),
         ("NVIDIA H200", 139.8, "h200-141gb"),
         ("NVIDIA L4", 22.0, "l4-24gb"),
+        ("NVIDIA L40", 44.9, "l40-48gb"),
         ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090-24gb"),
     ],
 )
