@@ -13,7 +13,7 @@ from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .forms import is_filled, json_list
 from .media import is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, reference_in
-from .rows import label_of, resolve_images
+from .rows import resolve_images, without_fraction
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
@@ -76,6 +76,7 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
         raise DataError(f"the prompt has {len(prompt)} characters, above {MAX_CAPTION}", "prompt too long")
     column = image_column(raw, config.image_key)
     images = _images(raw, column, most_images, root) if most_images else []
+    label = without_fraction(raw.get(config.label_key))
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
     read = {config.image_key} | ({column} if images else set())
     defaults = read | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
@@ -86,7 +87,7 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
     return PromptRow(
         prompt=prompt,
         images=images,
-        label=label_of(raw.get(config.label_key)),
+        label=str(label) if is_filled(label) else None,
         reference=raw.get(config.reference_key),
         metadata=resolve_images(metadata, root),
     )

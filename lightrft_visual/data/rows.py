@@ -106,7 +106,7 @@ def parse_row(
         reference, used = _find_reference(columns, config)
         reference = reading.reference if reference is None else reference
         check_reference(reference)
-        label = label_of(columns.get(config.label_key))
+        label = _label(columns.get(config.label_key))
         read = {used, *(column for found in cells.values() for column in found.holders)}
         return PromptRow(
             prompt=prompt,
@@ -397,12 +397,15 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def label_of(value: Any) -> str | None:
-    """The label in a cell. Whole numbers are floats in a table whose column has gaps."""
+def without_fraction(value: Any) -> Any:
+    """A whole number that is a float, as in a table whose column has gaps, as an integer; else the value."""
+    return int(value) if isinstance(value, (float, np.floating)) and float(value).is_integer() else value
+
+
+def _label(value: Any) -> str | None:
     if not is_filled(value):
         return None
-    if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        value = int(value)
+    value = without_fraction(value)
     if isinstance(value, (str, np.bool_, Integral)):
         return str(value)
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")

@@ -38,9 +38,12 @@ def _field_value(name: str, value: Any) -> Any:
     """A field of `SamplingConfig` in its own type."""
     if name in ("scheduler", "trajectory"):
         return str(value).strip().lower()
+    if name == "flow_shift" and isinstance(value, str) and value == "inherit":
+        return None
     several = name in ("timesteps", "sigmas")
     try:
         listed = hasattr(value, "__len__") and not isinstance(value, str | bytes | Mapping)
+        listed = listed and getattr(value, "ndim", 1) > 0  # arrays and tensors without an axis are numbers
         if several != listed or isinstance(value, bool):
             raise ValueError
         if several:
@@ -59,7 +62,7 @@ class SamplingConfig:
 
     `timesteps` (1000..0) and `sigmas` (1..0) replace the schedule, and `num_steps` with it, which becomes their length;
     given alone, each implies the other, given together `timesteps` is what the model is told. The closing sigma 0 is
-    implied; a last entry 0 is a step of no length.
+    implied; a last entry 0 is a step of no length. A flow_shift of None or 'inherit' is the model's own.
     """
 
     num_steps: int = 25
@@ -122,8 +125,7 @@ class SamplingConfig:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> SamplingConfig:
         """From a parsed YAML section, as FastVideo reads it: None is the default of a field, or of all; numbers may be
-        texts, and a flow_shift of 'inherit' is the model's own. Raises ConfigError for any other value, and for an
-        unknown key with the nearest name."""
+        texts. Raises ConfigError for any other value, and for an unknown key with the nearest name."""
         if not isinstance(mapping, Mapping | None):
             raise ConfigError(f"sampling is a {type(mapping).__name__}; it must be a mapping of field to value")
         known = [item.name for item in fields(cls)]
@@ -131,8 +133,6 @@ class SamplingConfig:
             if key not in known:
                 raise ConfigError(f"sampling has no field {key!r}{did_you_mean(str(key), known)}")
         given = {key: value for key, value in (mapping or {}).items() if not isinstance(value, str | None) or value}
-        if given.get("flow_shift") == "inherit":
-            del given["flow_shift"]
         return cls(**given)
 
     @property

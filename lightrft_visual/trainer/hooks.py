@@ -83,13 +83,14 @@ class StepData:
 
     batches: micro-batches with advantages, in the order of the rollouts. rollouts: what they were made of. metrics: of
     this step; every stage adds its own, and the loop reduces them over ranks. records: of the rollouts that people are
-    shown, the same on every rank; their media are on rank 0.
+    shown, the same on every rank; their media are on rank 0. shown: further ones, for the console alone.
     """
 
     batches: list[Any]
     rollouts: Any = ()
     metrics: MetricsAccumulator = field(default_factory=MetricsAccumulator)
     records: list[Record] = field(default_factory=list)
+    shown: list[Record] = field(default_factory=list)
 
 
 class StepHook:

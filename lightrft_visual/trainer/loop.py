@@ -321,9 +321,9 @@ class PolicyTrainer(ABC):
         self.console.step(self.step, metrics)
         if self.step >= self.report.next_step:
             self.report.write_due(self.step)
-        if kept := data.records[: self.settings.output.records_kept]:
-            self.recorder.save_rollouts(self.step, kept)
-        self.console.samples(self.step, data.records)
+        if data.records:
+            self.recorder.save_rollouts(self.step, data.records)
+        self.console.samples(self.step, data.records + data.shown)
         self.hooks.on_metrics(metrics)
         last, every = self.step == self.settings.total_steps, self.save_every
         if self.evaluation_due() and (last or not self.state.stop_requested()):  # else it follows when the run goes on

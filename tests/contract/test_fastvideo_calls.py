@@ -68,9 +68,13 @@ def test_a_wrong_section_of_sampling_is_refused_in_words(raw, words):
 
 def test_fields_of_sampling_given_from_python_are_checked_as_those_of_a_section():
     assert SamplingConfig("10", flow_shift="3") == SamplingConfig(10, flow_shift=3.0)
+    assert SamplingConfig(flow_shift="inherit") == SamplingConfig()
+    assert SamplingConfig(torch.tensor(10), flow_shift=np.array(3.0)) == SamplingConfig(10, flow_shift=3.0)
     for wrong, words in (
         ({"num_steps": 2.5}, "num_steps is 2.5; it must be a whole number"),
         ({"num_steps": None}, "num_steps is None"),
+        ({"num_steps": torch.tensor([10])}, "it must be a whole number"),
+        ({"sigmas": torch.tensor(0.5)}, "it must be a list of numbers"),
         ({"flow_shift": "wide"}, "flow_shift is 'wide'; it must be a number"),
         ({"trajectory": None}, "trajectory is 'none'"),
     ):

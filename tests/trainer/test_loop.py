@@ -109,18 +109,14 @@ def walk(tmp_path):
     return lambda **settings: Walk(tmp_path, **settings)
 
 
-@pytest.mark.parametrize(
-    ("output", "written"), [({}, 2), ({"num_trajectories_to_save": 1}, 1), ({"save_trajectories": False}, 0)]
-)
-def test_the_table_is_given_all_records_of_a_step_and_files_those_that_are_kept(walk, tmp_path, output, written):
-    trainer, shown, data = walk(**output), [], StepData([])
+def test_files_have_all_records_of_a_step_and_the_table_those_that_are_only_shown_too(walk, tmp_path):
+    trainer, shown, data = walk(num_trajectories_to_save=1), [], StepData([])
     trainer.console.samples = lambda step, records: shown.append((step, records))
-    data.records += [{"prompt": "p", "reward": reward, "sample_id": n} for n, reward in enumerate((1.0, 0.0))]
+    best, own, worst = ({"prompt": "p", "reward": reward, "sample_id": reward} for reward in (1.0, 0.5, 0.0))
+    data.records, data.shown = [own, best], [worst]  # one of them is a hook's
     trainer._finish_step(data)
-    files = list((tmp_path / "rollouts").glob("step_*.jsonl"))
-    assert (
-        shown == [(1, data.records)] and [len(list(read_jsonl(file))) for file in files] == [written][: bool(written)]
-    )
+    (file,) = (tmp_path / "rollouts").glob("step_*.jsonl")
+    assert shown == [(1, [own, best, worst])] and [each["reward"] for each in read_jsonl(file)] == [0.5, 1.0]
 
 
 def test_the_steps_are_made_while_the_collector_skips_what_start_up_made(walk, monkeypatch):

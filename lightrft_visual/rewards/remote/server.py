@@ -36,7 +36,7 @@ with needed("fastapi"):
 log = logging.getLogger(__name__)
 # Inputs of functions that the wire does not carry.
 NOT_SENT = ("completion_ids", "turns", "environment_rewards", "trainer_state")
-PIXELS_A_BYTE = 4  # of all images of a request, for each byte that a body may have
+PIXELS_A_BYTE = 16  # of all images of a request, for each byte that a body may have
 WAKING = 1.0  # seconds; a signal that the system hands to another thread is answered when this one wakes
 RunBeside = Callable[..., Awaitable[Any]]  # runs a function with its arguments outside the event loop's thread
 OF_ALL_SAMPLES = ("generated", "data_columns", "data_references")  # what merged requests have in common

@@ -156,7 +156,7 @@ def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
 
 
 def decode_request(
-    body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS, all_pixels: int = 2**30
+    body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS, all_pixels: int = 2**32
 ) -> RewardBatch:
     """The batch of a request, either wire. Raises DataError that names the field, never its content.
 
@@ -199,7 +199,8 @@ def decode_request(
         image = decode_image(text, max_pixels)
         left -= image.width * image.height
         if left < 0:
-            raise DataError(f"the images of one request have more than {all_pixels} pixels together")
+            told = f"the images of one request have more than {all_pixels} pixels together"
+            raise DataError(f"{told}: send fewer samples at once, or raise --max_body_mb")
         return image
 
     prompts, metadata, videos = column("prompts", ""), column("metadata", {}), column("videos")

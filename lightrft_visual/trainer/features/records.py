@@ -5,7 +5,7 @@ from typing import Any
 
 from ...experience.rollouts import release_media
 from ...observe.console import TABLE_EVERY
-from ...observe.recorder import Record, gather_records, select
+from ...observe.recorder import MEDIA, Record, gather_records, select
 from ...runtime.host_memory import give_back_freed_memory
 from ..hooks import StepData, StepHook
 
@@ -13,8 +13,9 @@ from ..hooks import StepData, StepHook
 class RecordsHook(StepHook):
     """Chooses the records of each step; decoded media that no record shows leave the host's memory once scored.
 
-    count: records of a step, over all ranks; the console's table has its two whatever it is. records_of: those of
-    rollouts. releases: whether rollouts hold media that nobody needs again, once all other hooks have seen them.
+    count: records of a step, over all ranks; 0 keeps none. The console's table has its two whatever it is. records_of:
+    those of rollouts. releases: whether rollouts hold media that nobody needs again, once all other hooks have seen
+    them.
     """
 
     last = True
@@ -26,25 +27,23 @@ class RecordsHook(StepHook):
         """Models read the patches; images themselves were generated from and scored, and are shown by the records."""
         if not self.releases:
             return rollouts
-        own = select(self.records_of(rollouts), *self._chosen())
+        own = select(self.records_of(rollouts), self.count, self.run_seed, self.context.step() + 1)
         self.shown = {record["sample_id"] for record in own}
         give_back_freed_memory(release_media(rollouts, self.shown))
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
-        """A collective where records are kept."""
-        count, *chosen = self._chosen()
-        if count:
+        """A collective where records are kept or shown."""
+        number = self.context.step() + 1
+        if self.count < 2 and number % TABLE_EVERY == 0:
+            bare = [{key: each[key] for key in each if key not in MEDIA} for each in self.records_of(step.rollouts)]
+            step.shown += gather_records(bare, 2, self.run_seed, number)
+        if self.count:
             records = self.records_of(step.rollouts)
             if self.releases:  # hooks may have changed rewards since
                 records = [record for record in records if record["sample_id"] in self.shown]
-            step.records += gather_records(records, count, *chosen)
+            step.records += gather_records(records, self.count, self.run_seed, number)
         return step
-
-    def _chosen(self) -> tuple[int, int, int]:
-        """(how many, seed, step) of this step's records."""
-        step = self.context.step() + 1
-        return max(self.count, 0 if step % TABLE_EVERY else 2), self.run_seed, step
 
 
 def build(parts: Any) -> RecordsHook:

@@ -196,10 +196,11 @@ def test_refusals_name_the_field_and_never_its_content(body, status, words):
 def test_the_pixels_of_a_request_have_a_limit_over_all_its_samples(field):
     media = [encode_image(Image.new("1", (100, 100)))] * 2  # 80,000 pixels in all
     body = {"queries": ["a"] * 4, field: [[media] if field == "videos" else media] * 4}
-    assert post(create_app(lengths, ServerSettings(max_body_bytes=20_000, max_pixels=10_000)), body).status_code == 200
-    reply = post(create_app(lengths, ServerSettings(max_body_bytes=19_999, max_pixels=10_000)), body)
+    assert post(create_app(lengths, ServerSettings(max_body_bytes=5_000, max_pixels=10_000)), body).status_code == 200
+    reply = post(create_app(lengths, ServerSettings(max_body_bytes=4_999, max_pixels=10_000)), body)
     assert reply.status_code == 422
-    assert reply.json() == {"error": "the images of one request have more than 79996 pixels together"}
+    told = "the images of one request have more than 79984 pixels together"
+    assert reply.json() == {"error": f"{told}: send fewer samples at once, or raise --max_body_mb"}
 
 
 JSON, TOKEN = {"content-type": "application/json"}, "s3cret"

@@ -22,8 +22,8 @@ from lightrft_visual.trainer.hooks import StepData
 SAMPLES, KEPT = 24, 6
 
 
-def step(shape: tuple[int, ...], before: int = 3, **output):
-    """(the step's records, its media). before: steps that are finished."""
+def step_data(shape: tuple[int, ...], before: int = 3, **output):
+    """(the step, its media). before: steps that are finished."""
     config = DiffusionRunConfig()
     config.output.num_trajectories_to_save = KEPT
     vars(config.output).update(output)
@@ -33,7 +33,13 @@ def step(shape: tuple[int, ...], before: int = 3, **output):
     scored = RewardOutput(torch.rand(SAMPLES), {"red": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
     rows = SimpleNamespace(prompts=["a red circle"] * SAMPLES, group_ids=ids // 4, sample_ids=ids)
     drawn = Drawn(rows, [], media, scored)
-    return hook.on_experience(StepData([], hook.on_scores(drawn))).records, media
+    return hook.on_experience(StepData([], hook.on_scores(drawn))), media
+
+
+def step(shape: tuple[int, ...], **output):
+    """(the step's records, its media)."""
+    found, media = step_data(shape, **output)
+    return found.records, media
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 5, 32, 48)])
@@ -75,11 +81,16 @@ def test_ranks_tell_all_others_of_their_records_without_media_and_give_rank_0_th
     assert of_rank_1 == blank
 
 
-@pytest.mark.parametrize("output", [{"save_trajectories": False}, {"num_trajectories_to_save": 0}])
-def test_without_files_the_steps_that_have_a_table_keep_the_best_and_the_worst_record(monkeypatch, output):
+@pytest.mark.parametrize(
+    ("output", "kept"), [({"save_trajectories": False}, 0), ({"num_trajectories_to_save": 1}, 1), ({}, KEPT)]
+)
+def test_the_steps_that_have_a_table_show_the_best_and_the_worst_record_whatever_is_kept(monkeypatch, output, kept):
     monkeypatch.setattr(torch, "rand", lambda *shape: torch.linspace(0, 1, math.prod(shape)).reshape(shape))
-    assert [record["sample_id"] for record in step((3, 2, 2), before=9, **output)[0]] == [0, SAMPLES - 1]
-    assert step((3, 2, 2), before=10, **output)[0] == []
+    found = step_data((3, 2, 2), before=9, **output)[0]
+    ids = [] if kept == KEPT else [0, SAMPLES - 1]  # which the records have already
+    assert [each["sample_id"] for each in found.shown] == ids and not any("images" in each for each in found.shown)
+    assert len(found.records) == kept and all("images" in each for each in found.records)
+    assert step_data((3, 2, 2), before=10, **output)[0].shown == []
 
 
 def test_samples_left_out_by_two_hooks_are_all_invalid():
