@@ -105,8 +105,9 @@ class _Trainer:
         processing_class: processor (or tokenizer) of a loaded model; `model=(model, processor)` says the same.
         reward_weights: of several `reward_funcs`, in their order; default: 1 each.
         callbacks: `StepHook`s.
-        environment: what answers the model over several turns: `path.py:Class`, a class, or a function that makes one.
-        tools: functions that the model may call, also as `path.py:name`.
+        environment: what answers the model over several turns (of models that answer): `path.py:Class`, a class, or a
+            function that makes one.
+        tools: functions that the model may call (of models that answer), also as `path.py:name`.
         config: recipes by name or path, below the settings.
         **settings: every setting of the run by its name.
 
@@ -312,7 +313,7 @@ class RLOOTrainer(GRPOTrainer):
 
 class SFTTrainer(_Trainer):
     """Supervised training on rows with a response: a start for a model that does not know a form yet. Its checkpoint is
-    a `model` of the other trainers. `reward_funcs` is no argument of it."""
+    a `model` of the other trainers. `reward_funcs`, `environment` and `tools` are no arguments of it."""
 
     root, defaults = ALGORITHMS["sft"]
 
@@ -391,11 +392,11 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
 def _shown(kind: type[_Trainer]) -> None:
     """Give a trainer class the signature that editors and notebooks complete from: every setting by its name."""
     given = list(inspect.signature(kind.__init__).parameters.values())[1:-1]
-    names = {leaf.name: leaf for leaf in names_of(kind.root.schema).leaves.values()}
+    arguments = {each.name for each in given}
+    names = {leaf.name: leaf for leaf in names_of(kind.root.schema).leaves.values() if leaf.name not in arguments}
     own = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=leaf.default, annotation=leaf.type_name)
         for name, leaf in names.items()
-        if name not in {each.name for each in given}
     ]
     kind.__signature__ = inspect.Signature([*given, *own])  # type: ignore[attr-defined]
     told = "\n".join(f"    {name}: {leaf.help or leaf.section}" for name, leaf in names.items())

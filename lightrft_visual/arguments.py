@@ -75,12 +75,17 @@ def refuse_both(given: Said, said: Said) -> None:
             raise ConfigError(f"{name} says the same as {arguments.get(path, 'reward_funcs')}: give one of them")
 
 
+def name_environment(settings: dict[str, Any]) -> None:
+    """`environment_factory`, as TRL calls it, becomes `environment`; None: not given."""
+    if (factory := settings.pop("environment_factory", None)) is not None:
+        settings["environment"] = factory
+
+
 def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
     """`environment` and `tools` of the settings as text; objects by their names. Raises ConfigError for an environment
     that is one already: each episode has its own."""
     found: dict[str, str] = {}
-    if "environment_factory" in settings:  # as TRL calls it
-        settings["environment"] = settings.pop("environment_factory")
+    name_environment(settings)
     environment, tools = settings.get("environment"), settings.get("tools")
     if environment is not None:
         plain = isinstance(environment, str | os.PathLike)

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
-from .arguments import by_path, data_of, saved, split_of, written_once
+from .arguments import by_path, data_of, name_environment, saved, split_of, written_once
 from .config import registry
-from .config.command_line import FALSE_WORDS
+from .config.command_line import FALSE_WORDS, NULL_WORDS
 from .config.diffusion import PARTS, lora_folders
-from .config.idle import OF_ENGINES
+from .config.idle import OF_ENGINES, OVERLONG_SIZES
 from .config.leaves import names_of
 from .config.load import CONFIG_DIRS
 from .config.recipes import SUFFIXES, LayerReader, load_plugins
@@ -214,6 +214,7 @@ def _configured(
     if "config" in settings:
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
+    name_environment(settings)
     said = by_path(settings, kind.root.schema)
     asked = {path.rpartition(".")[2]: value for path, (_, value) in said.items()}
     with ExitStack() as lent:
@@ -301,15 +302,17 @@ def _without_idle(run: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
     engine = asked.get("engine_type") not in (None, (run.get("rollout") or {}).get("engine_type"))
     plain = str(asked.get("apply_chat_template")).lower() in FALSE_WORDS
     idle = {"rollout": OF_ENGINES if engine else (), "data": ("system_prompt", "chat_template_kwargs") if plain else ()}
-    found = {
+    found = dict(run)
+    if emptied := [name for name in ("environment", "tools") if asked.get(name) in ("", *NULL_WORDS, [], ())]:
+        found["episodes"] = (found.get("episodes") or {}) | dict.fromkeys(emptied)
+        given = asked | dict.fromkeys(emptied)
+        if not any(given.get(name) or found["episodes"].get(name) for name in ("environment", "tools")):
+            found["episodes"] = None
+            idle["algorithm"] = ("overlong_buffer", *OVERLONG_SIZES)  # sized for episodes
+    return {
         name: {k: v for k, v in section.items() if k not in idle[name]} if section and name in idle else section
-        for name, section in run.items()
+        for name, section in found.items()
     }
-    if emptied := [name for name in ("environment", "tools") if name in asked and not asked[name]]:
-        episodes = (found.get("episodes") or {}) | dict.fromkeys(emptied)
-        talks = any(asked.get(name) or episodes.get(name) for name in ("environment", "tools"))
-        found["episodes"] = episodes if talks else None
-    return found
 
 
 def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:

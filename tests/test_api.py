@@ -76,6 +76,7 @@ def test_trainer_signature_holds_every_setting(kind):
     if kind is api.SFTTrainer:
         given.remove("reward_funcs")
     assert "prompt_data" in kind.__doc__ and list(parameters)[: len(given)] == given
+    assert kind.__doc__.count(" environment:") == kind.__doc__.count(" tools:") == 1
 
 
 def test_settings_stub_is_that_of_the_configuration(monkeypatch):

@@ -23,6 +23,7 @@ from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.diffusion import layers, policy
 from lightrft_visual.models.weight_files import load_whole
 from lightrft_visual.rewards.settings import engine_arguments
+from lightrft_visual.rollout.environments import environment_factory
 
 ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
 SCORER = {False: "exact", True: {"jpeg_compressibility": 1.0}}
@@ -242,7 +243,7 @@ def test_a_suite_of_the_other_kind_of_model_is_refused_as_such(tmp_path, kind, s
         inference._configured(checkpoint, None, None, {}, suite).__enter__()
 
 
-@pytest.mark.parametrize("environment", [None, ""])
+@pytest.mark.parametrize("environment", ["", "null", "None"])
 def test_a_checkpoint_whose_episodes_are_asked_to_be_none_answers_without_their_settings(tmp_path, environment):
     more = {"max_turns": 3, "observation_max_tokens": 7, "output_dir": tmp_path}
     (tmp_path / "mine.py").write_text("def crop(): ...")
@@ -252,6 +253,32 @@ def test_a_checkpoint_whose_episodes_are_asked_to_be_none_answers_without_their_
     kept = configured(checkpoint, environment=environment).episodes
     assert kept.environment is None and (kept.tools, kept.max_turns) == (tools, 3)
     assert not configured(checkpoint, environment=environment, tools=[]).episodes.used
+    assert not configured(checkpoint, environment_factory=environment, tools=()).episodes.used
+
+
+@pytest.mark.parametrize("name", ["environment", "environment_factory"])
+def test_none_leaves_a_checkpoint_and_a_recipe_their_environment(tmp_path, name):
+    (tmp_path / "env.yaml").write_text("episodes: {environment: click, max_turns: 3}")
+    trainer = GRPOTrainer("org/model", "exact", ROWS, config=tmp_path / "env.yaml", output_dir=tmp_path, **{name: None})
+    assert trainer.config.episodes.environment == "click"
+    assert configured(left_by(trainer), tools=None, **{name: None}).episodes == trainer.config.episodes
+
+
+def test_an_environment_that_another_program_gave_a_run_tells_how_to_do_without_it(tmp_path):
+    own = type("OfAnotherProgram", (), {})
+    with GRPOTrainer("org/model", "exact", ROWS, environment=own, output_dir=tmp_path) as trainer:
+        checkpoint = left_by(trainer)
+    episodes = configured(checkpoint, environment=None).episodes
+    with pytest.raises(ConfigError, match="give it again, or environment '' for none"):
+        environment_factory(episodes)
+
+
+def test_a_resumable_checkpoint_without_its_episodes_has_no_overlong_penalty_of_their_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    more = {"overlong_buffer": True, "overlong_buffer_len": 2000, "generate_max_len": 1024, "output_dir": tmp_path}
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, environment="click", **more), numbered=True)
+    assert configured(checkpoint).algorithm.overlong_buffer_len == 2000
+    assert not configured(checkpoint, environment="").algorithm.overlong_buffer
 
 
 @pytest.mark.parametrize("own", [False, True])

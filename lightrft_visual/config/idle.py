@@ -16,6 +16,7 @@ from .shared import EMBEDDED
 logger = logging.getLogger(__name__)
 CLIPPED = ("flow_grpo", "dance_grpo", "mix_grpo", "temp_flow_grpo", "ddpo", "awm")  # by clip_range
 OF_ENGINES = ("engine_quantization", "engine_kv_cache_dtype", "engine_kwargs")  # vLLM's names and SGLang's
+OVERLONG_SIZES = ("overlong_buffer_len", "overlong_buffer_penalty_factor")
 REWARD_FL = (
     "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
     "score_mean", "score_std", "score_target",
@@ -49,7 +50,7 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         (("entropy_coef_step", "entropy_coef_max"), "an entropy_target", algorithm.entropy_target is not None),
         (("papo_mask_ratio",), "a papo_coef above 0", algorithm.papo_coef > 0),
         (("tis_cap",), "--tis_mode token or sequence", algorithm.corrects_rollouts),
-        (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
+        (OVERLONG_SIZES, "--overlong_buffer", algorithm.overlong_buffer),
     ):
         _refuse_idle(algorithm, names, owner, read)
     if algorithm.estimator.shipped and not algorithm.estimator.critic:  # beside any estimator in commands of others

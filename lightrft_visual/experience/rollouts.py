@@ -297,7 +297,8 @@ class Episode:
 
     turn_ids: for each token the turn that sampled it, from 0; -1 for tokens of observations. images, videos, vision: of
     observations, in the order of their tokens. gamma: discount of a reward by each turn before it. rewarded: whether
-    the environment gave any. failure: why it could not go on; failed: whether the sample teaches nothing for it.
+    the environment gave any. failure: why its environment could not go on; limit: what it ended at, turns or tokens;
+    failed: whether the sample teaches nothing for either.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -308,6 +309,7 @@ class Episode:
     gamma: float = 1.0
     rewarded: bool = False
     failure: str | None = None
+    limit: str | None = None
     failed: bool = False
 
     def add_reward(self, rollout: Rollout) -> None:
@@ -327,6 +329,11 @@ class Episode:
         rollout.weights |= {name: w * discount for name, w in rollout.weights.items() if name != ENVIRONMENT}
         if self.failed:  # as where a reward failed, no mean holds it
             rollout.valid, rollout.components = False, dict.fromkeys(rollout.components, float("nan"))
+
+    @property
+    def reason(self) -> str | None:
+        """Why it could not go on, or teaches nothing."""
+        return f"it reached its limit of {self.limit}" if self.failed and self.failure is None else self.failure
 
     @property
     def reward(self) -> float:

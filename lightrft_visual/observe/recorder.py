@@ -282,7 +282,7 @@ def _conversation(episode: Episode) -> Record:
         for turn in episode.turns
     ]
     told: Record = {"turns": turns}
-    return told | ({"failure": episode.failure} if episode.failure else {})
+    return told | ({"failure": episode.reason} if episode.reason else {})
 
 
 def _plain(value: Any) -> Any:

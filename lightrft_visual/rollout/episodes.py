@@ -260,6 +260,8 @@ class _Round:
         """Take in a turn, and ask the environment."""
         conversation, parse = self.conversations[key], self.stage.parse
         conversation.sampled(completion)
+        if conversation.truncated:
+            self._at_limit(conversation, "tokens")
         calls: list[ToolCall] = []
         if parse is not None:
             tokenizer = self.stage.data_processor.tokenizer
@@ -275,26 +277,28 @@ class _Round:
     def _stepped(self, key: int, future: Future[StepResult]) -> None:
         """Take in the environment's answer: the episode goes on with an observation, or is over."""
         conversation, limits = self.conversations[key], self.stage.limits
-        turn = conversation.episode.turns[-1]
+        episode, turn = conversation.episode, conversation.episode.turns[-1]
         try:
             result = future.result()
             turn.reward, turn.info = result.reward or 0.0, result.info
-            conversation.episode.rewarded |= result.reward is not None
-            limit = ("tokens", limits.on_token_limit) if conversation.truncated else None
-            if not result.done and limit is None:
+            episode.rewarded |= result.reward is not None
+            if not result.done and episode.limit is None:
                 if conversation.turns >= limits.max_turns:
-                    limit = ("turns", limits.on_turn_limit)
+                    self._at_limit(conversation, "turns")
                 elif not self._observed(conversation, result.observation):
-                    limit = ("tokens", limits.on_token_limit)
+                    self._at_limit(conversation, "tokens")
         except EnvironmentFailure as error:
             self._failed(key, error)
             return
-        if limit is not None:
-            what, policy = limit
-            conversation.truncated, conversation.episode.failed = policy != "end", policy == "invalid"
-            conversation.episode.failure = f"it reached its limit of {what}" if policy == "invalid" else None
-        if result.done or limit is not None:
+        if result.done or episode.limit is not None:
             self._over(key)
+
+    def _at_limit(self, conversation: Conversation, what: str) -> None:
+        """It ends at its limit of turns or tokens, and is what the limit's setting says."""
+        limits = self.stage.limits
+        policy = limits.on_turn_limit if what == "turns" else limits.on_token_limit
+        conversation.episode.limit = what
+        conversation.truncated, conversation.episode.failed = policy != "end", policy == "invalid"
 
     def _observed(self, conversation: Conversation, observation: Observation) -> bool:
         """Whether there is room for it and an answer."""
@@ -316,7 +320,7 @@ class _Round:
             raise RolloutError(f"{told}: {error} (on_environment_error stop)") from error
         conversation.episode.failure = str(error)
         # Without a turn there is nothing that the episode could end with.
-        conversation.episode.failed = policy == "mask" or not conversation.turns
+        conversation.episode.failed |= policy == "mask" or not conversation.turns
         self._over(key)
 
     def _over(self, key: int) -> None:

@@ -308,7 +308,16 @@ def test_an_episode_at_a_limit_is_what_the_limits_own_setting_says(
     ended = [each for each in made if limit == "token" or each.token_ids[-1] in rig.checkpoint.eos_ids]
     assert ended and all(each.truncated == cut and each.valid == valid for each in ended)
     told = None if valid else f"it reached its limit of {limit}s"
-    assert {each.episode.failure for each in ended} == {told}
+    assert {(each.episode.reason, each.episode.failure) for each in ended} == {(told, None)}
+
+
+@pytest.mark.parametrize("policy,cut,valid", [("truncate", True, True), ("end", False, True), ("invalid", True, False)])
+def test_an_answer_that_is_cut_is_what_its_limit_says_also_where_its_environment_fails_then(rig, policy, cut, valid):
+    settings = replace(SETTINGS, max_new_tokens=2, min_new_tokens=2)
+    limits = limits_of(6, 400, "end", on_token_limit=policy)
+    steps = type("Fails", (Environment,), {"step": lambda self, action: _raise(KeyError("x"))})
+    for each in stage_of(rig, steps, limits=limits).generate(batch_of([1]), settings):
+        assert (each.truncated, each.valid) == (cut, valid) and "KeyError" in each.episode.failure
 
 
 def test_a_first_observation_without_room_for_an_answer_is_told_once(rig, caplog):

@@ -57,7 +57,7 @@ def loading(strategy: Any) -> AbstractContextManager[None]:
 
 
 def images_of(batch: RewardBatch) -> list[list[Any]]:
-    """Each sample's images as its token ids have them: those of observations behind the prompt's."""
+    """Each sample's images as its token ids and grids have them: those of observations behind the prompt's."""
     episodes = batch.episodes or [None] * len(batch)
     return [[*own, *episode.images] if episode else own for own, episode in zip(batch.images, episodes)]
 
@@ -65,8 +65,8 @@ def images_of(batch: RewardBatch) -> list[list[Any]]:
 BATCH_SIZE = 8
 MODEL_INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt_and_output": lambda batch: batch.queries,
-    "raw_images": images_of,
-    "img_num": lambda batch: [len(sample) for sample in images_of(batch)],
+    "raw_images": lambda batch: batch.images,
+    "img_num": lambda batch: [len(sample) for sample in batch.images],
 }
 VISION_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -272,6 +272,7 @@ class TorchModel(HeldModel):
     """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids, and
     with those of LightRFT's further arguments that its forward names (all, for **kwargs): prompt_and_output,
     raw_images, img_num, and pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw as the policy reads them.
+    Those that name one of the latter get raw images of observations too, as the grids have them.
 
     It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. `packing`: samples of equal length only
     share a call, so that it never sees padding. What pads is the pad token of a transformers model, else the policy's.
@@ -307,6 +308,7 @@ class TorchModel(HeldModel):
         vision = VisionTensors.gather(part.vision)
         tensors = {name: vision.get(name) for name in self.inputs if name in VISION_INPUTS}
         placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+        part = replace(part, images=images_of(part)) if tensors else part  # else queries have the prompt's alone
         return placed | {name: MODEL_INPUTS[name](part) for name in self.inputs if name in MODEL_INPUTS}
 
     def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:

@@ -39,16 +39,16 @@ class EpisodesHook(StepHook):
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """Says what failed. A collective. Raises RolloutError, on all ranks alike."""
         collectives.meet()  # one rank's environments may take minutes longer than another's
-        failures = [r.episode.failure for r in rollouts if r.episode is not None and r.episode.failure is not None]
+        episodes = [r.episode for r in rollouts if r.episode is not None]
+        failures = [each.failure for each in episodes if each.failure is not None]
         counted = Counter(failure.partition("\n")[0] for failure in failures).most_common(SHOWN_FAILURES)
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
         if told:
             log.warning("environments failed: %s", told)
-        self._say_tools([turn for r in rollouts if r.episode is not None for turn in r.episode.turns])
-        episodes = [(r.episode, r.truncated) for r in rollouts if r.episode is not None]
-        lost = sum(each.failed for each, _ in episodes)
-        ended = sum(not each.failed and not truncated for each, truncated in episodes)
-        counts = [lost, len(rollouts), ended, sum(each.rewarded for each, _ in episodes)]
+        self._say_tools([turn for each in episodes for turn in each.turns])
+        lost = sum(each.failed and each.failure is not None for each in episodes)
+        ended = sum(not each.failed and each.limit is None for each in episodes)
+        counts = [lost, len(rollouts), ended, sum(each.rewarded for each in episodes)]
         failed, total, over, rewarded = collectives.all_reduce_sum(torch.tensor(counts, dtype=torch.float32)).tolist()
         if failed > self.most_failures * total:
             why = told or "see another rank"

@@ -213,8 +213,8 @@ def by_kind(name: str, rollout: Rollout, score: float, draws: bool, labels: Coll
 
 
 def _say_left_out(rollouts: list[Rollout], share: float) -> None:
-    """How many responses no mean holds, and what this rank's environments failed by."""
+    """How many responses no mean holds, and why this rank's episodes have none."""
     episodes = [each.episode for each in rollouts if not each.valid and each.episode is not None]
-    failures = Counter(str(each.failure).partition("\n")[0] for each in episodes if each.failure is not None)
+    failures = Counter(each.reason.partition("\n")[0] for each in episodes if each.reason is not None)
     why = "".join(f"; {count} x {failure}" for failure, count in failures.most_common(3))
     log.warning("%.0f%% of the evaluated responses have no usable reward and are left out%s", 100 * share, why)

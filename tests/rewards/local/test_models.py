@@ -114,18 +114,25 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert lengths == ([2, 3, 4, 5] if packing else [5])
 
 
-def test_torch_module_gets_the_images_of_observations_behind_the_prompts_as_its_grids_have_them():
+@pytest.mark.parametrize("grids", [True, False])
+def test_torch_module_gets_images_of_observations_where_it_gets_grids_and_those_of_its_queries_else(grids):
     given = {}
 
     class Module(torch.nn.Module):
-        def forward(self, sequences, attention_mask, raw_images, img_num):
+        def forward(self, sequences, attention_mask, prompt_and_output, raw_images, img_num):
             given.update(images=raw_images, counts=img_num)
             return torch.zeros(len(sequences))
 
+    class WithGrids(Module):
+        def forward(self, sequences, attention_mask, raw_images, img_num, image_grid_thw):
+            return super().forward(sequences, attention_mask, [], raw_images, img_num)
+
     batch = batch_from_samples([make_samples(["a", "b"], images=[["first"], ["second"]])])
     batch.episodes = [Episode(images=["seen", "last"]), None]
-    models.local_model_source("model", Module(), RewardConfig(), None, False).score(batch, Call())
-    assert given == {"images": [["first", "seen", "last"], ["second"]], "counts": [3, 1]}
+    module = WithGrids() if grids else Module()
+    models.local_model_source("model", module, RewardConfig(), None, False).score(batch, Call())
+    first = ["first", "seen", "last"] if grids else ["first"]
+    assert given == {"images": [first, ["second"]], "counts": [len(first), 1]}
 
 
 def test_loaded_classifier_is_scored_at_its_last_token_and_refuses_ids_beyond_its_own(classifier):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +123,15 @@ def test_a_step_whose_environments_mostly_fail_ends_the_run_with_the_reasons(cap
         hook.on_rollouts(Rollouts([rollout(), broken, broken]))
 
 
+def test_a_step_most_of_whose_episodes_are_invalid_by_a_limit_goes_on_as_no_environment_failed(caplog):
+    over, metrics = Episode([Turn("a")], [0] * 6, limit="turns", failed=True), MetricsAccumulator()
+    EpisodesHook(None, most_failures=0.5).on_rollouts(Rollouts([rollout(episode=over)] * 3))
+    add_episode_metrics(metrics, [over])
+    assert caplog.text == "" and metrics.reduce()["environment_errors"] == 0.0
+    (record,) = records_from_rollouts([rollout(episode=over)])
+    assert record["failure"] == "it reached its limit of turns"
+
+
 def test_ranks_meet_behind_episodes_before_the_first_collective_of_a_step_or_evaluation(monkeypatch):
     done = []
     monkeypatch.setattr("lightrft_visual.runtime.collectives.meet", lambda: done.append("met"))
@@ -150,7 +158,7 @@ def test_a_first_step_whose_ended_episodes_have_no_reward_is_told_once_where_the
         rollout(episode=Episode([Turn("a")], [0])),
         rollout(episode=Episode([Turn("a", 1.0)], [0], rewarded=True)),
     )
-    cut = replace(unrewarded, truncated=True)
+    cut = rollout(episode=Episode([Turn("a")], [0], limit="turns"))
     EpisodesHook(None, 0.5).on_rollouts(Rollouts([unrewarded]))
     EpisodesHook(None, 0.5, only_reward=True).on_rollouts(Rollouts([unrewarded, rewarded]))
     hook = EpisodesHook(None, 0.5, only_reward=True)
