@@ -182,9 +182,8 @@ def data_settings(settings: dict[str, Any], said: Said, wrong: list[LightRFTVisu
         if not isinstance(data, str | os.PathLike | None):
             settings.pop(name, None)
             with noted(wrong):
-                found[name] = data_of(
-                    data, name, split_of(said, "eval_split" if own == "eval_data" else "prompt_split")
-                )
+                split = split_of(said, "eval_split" if own == "eval_data" else "prompt_split")
+                found[name] = data_of(data, name, split)
     return found
 
 
