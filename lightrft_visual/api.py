@@ -46,7 +46,7 @@ from .config.given_files import missing_files
 from .config.leaves import names_of
 from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, LightRFTVisualError
 from .given import forget, give, given, is_given, names_given, source_of
 from .runtime.presence import ranks_on_host
 
@@ -144,16 +144,12 @@ class _Trainer:
         talks = names_of(self.root.schema).knows("environment")
         episodes = {"environment": environment, "tools": tools}
         settings |= {name: each for name, each in episodes.items() if each is not None and (talks or each)}
-        said: Said = {}
-        wrong: list[ConfigError] = []
+        wrong: list[LightRFTVisualError] = []
         with names_given() as self._given:
-            with noted(wrong):
-                said = by_path(settings, self.root.schema)
+            said = by_path(settings, self.root.schema)
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, said, wrong)
-            with noted(wrong):
-                settings |= episode_settings(settings)
-            with noted(wrong):
-                settings |= data_settings(said)
+            settings |= episode_settings(settings, wrong)
+            settings |= data_settings(settings, said, wrong)
             plain = plain_settings(settings, self.root.schema, wrong)
             recipes = [config] if isinstance(config, str | os.PathLike) else config
             argv = [word for recipe in recipes for word in ("--config", str(recipe))]
@@ -167,7 +163,7 @@ class _Trainer:
 
     def _settings_of(
         self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any, said: Said,
-        wrong: list[ConfigError],
+        wrong: list[LightRFTVisualError],
     ) -> dict[str, Any]:  # fmt: skip
         """What the arguments say, as settings; objects by their names."""
         given: dict[str, Any] = {}

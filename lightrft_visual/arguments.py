@@ -23,7 +23,7 @@ from .config.kinds import check_hooks
 from .config.leaves import KEYWORD, Setting, names_of
 from .config.recipes import SUFFIXES
 from .config.shared import REWARDS
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, LightRFTVisualError
 from .given import give, source_of, unique_name
 from .runtime.hub import FILES, is_hub_name, load_data_set
 from .runtime.presence import ranks_started
@@ -57,12 +57,14 @@ Said = Mapping[str, tuple[str, Any]]  # settings of a program under any spelling
 
 
 def by_path(settings: Mapping[str, Any], schema: type) -> Said:
-    """Settings by the paths of what they set, whatever they are called; a key inside a mapping is left out. Raises
-    ConfigError for a word of another system that means nothing here."""
-    names = names_of(schema)
-    read = [(name, each) for name in settings for each in names.translated(Setting(name, settings[name], KEYWORD))]
-    found = [(leaf, inside, name, each) for name, each in read for leaf, inside in names.find(each.name)]
-    return {leaf.path: (name, each.value) for leaf, inside, name, each in found if not inside}
+    """Settings by the paths of what they set, whatever they are called; a key inside a mapping is left out, and what
+    `parse_run` refuses, such as a word of another system that means nothing here."""
+    names, found = names_of(schema), dict[str, tuple[str, Any]]()
+    for name, value in settings.items():
+        with suppress(ConfigError):
+            read = [(each, names.find(each.name)) for each in names.translated(Setting(name, value, KEYWORD))]
+            found |= {leaf.path: (name, each.value) for each, to in read for leaf, inside in to if not inside}
+    return found
 
 
 def refuse_both(given: Said, said: Said) -> None:
@@ -81,36 +83,39 @@ def name_environment(settings: dict[str, Any]) -> None:
         settings["environment"] = factory
 
 
-def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """`environment` and `tools` of the settings as text; objects by their names. Raises ConfigError for an environment
-    that is one already: each episode has its own."""
+def episode_settings(settings: dict[str, Any], wrong: list[LightRFTVisualError]) -> dict[str, str]:
+    """`environment` and `tools`, taken out of the settings, as text; objects by their names. wrong: takes errors, as
+    for an environment that is one already: each episode has its own."""
     found: dict[str, str] = {}
     name_environment(settings)
-    environment, tools = settings.get("environment"), settings.get("tools")
-    if environment is not None:
-        plain = isinstance(environment, str | os.PathLike)
-        if not plain and not callable(environment):
-            raise ConfigError(f"environment is a {type(environment).__name__}: give its class, or what makes one")
-        found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
-    if tools is not None:
-        listed = tools if isinstance(tools, list | tuple) else [tools]
-        for each in listed:
-            if not isinstance(each, str | os.PathLike) and not callable(each):
-                raise ConfigError(f"tools has a {type(each).__name__}: give functions, or path.py:function")
-        found["tools"] = ",".join(give(name_of(each), each) if callable(each) else str(each) for each in listed)
+    environment, tools = settings.pop("environment", None), settings.pop("tools", None)
+    with noted(wrong):
+        if environment is not None:
+            plain = isinstance(environment, str | os.PathLike)
+            if not plain and not callable(environment):
+                raise ConfigError(f"environment is a {type(environment).__name__}: give its class, or what makes one")
+            found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
+    with noted(wrong):
+        if tools is not None:
+            listed = tools if isinstance(tools, list | tuple) else [tools]
+            for each in listed:
+                if not isinstance(each, str | os.PathLike) and not callable(each):
+                    raise ConfigError(f"tools has a {type(each).__name__}: give functions, or path.py:function")
+            found["tools"] = ",".join(give(name_of(each), each) if callable(each) else str(each) for each in listed)
     return found
 
 
 @contextmanager
-def noted(wrong: list[ConfigError]) -> Iterator[None]:
-    """A ConfigError in here is put down, and what follows goes on: all that is wrong is told at once."""
+def noted(wrong: list[LightRFTVisualError]) -> Iterator[None]:
+    """An error of a setting or of data in here is put down, and what follows goes on: all that is wrong is told at
+    once."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         wrong.append(error)
 
 
-def plain_settings(settings: Mapping[str, Any], schema: type, wrong: list[ConfigError]) -> dict[str, Any]:
+def plain_settings(settings: Mapping[str, Any], schema: type, wrong: list[LightRFTVisualError]) -> dict[str, Any]:
     """Settings of a configuration's class as YAML would hold them; a function by its own name: under a name that is no
     setting's that name is what is wrong.
 
@@ -168,14 +173,23 @@ def split_of(said: Said, name: str) -> str:
     return said.get(f"data.{name}", ("", {"eval_split": "test"}.get(name, "train")))[1]
 
 
-def data_settings(said: Said) -> dict[str, str]:
-    """Settings that name data and hold it in their place, as `data_of` says them."""
-    held = [(name, *said[path]) for name in ROWS if (path := f"data.{name}") in said]
-    return {
-        name: data_of(data, name, split_of(said, "eval_split" if own == "eval_data" else "prompt_split"))
-        for own, name, data in held
-        if not isinstance(data, str | os.PathLike | None)
-    }
+def data_settings(settings: dict[str, Any], said: Said, wrong: list[LightRFTVisualError]) -> dict[str, str]:
+    """Settings that name data and hold it in their place, taken out of them, as `data_of` says them.
+
+    Args:
+        settings: of a program.
+        said: the same by path.
+        wrong: takes an error for each that is no data.
+    """
+    found: dict[str, str] = {}
+    for own in ROWS:
+        name, data = said.get(f"data.{own}", ("", None))
+        if not isinstance(data, str | os.PathLike | None):
+            settings.pop(name, None)
+            with noted(wrong):
+                split = split_of(said, "eval_split" if own == "eval_data" else "prompt_split")
+                found[name] = data_of(data, name, split)
+    return found
 
 
 def name_of(function: Any) -> str:

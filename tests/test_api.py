@@ -221,6 +221,41 @@ def test_wrong_arguments_are_told_beside_wrong_settings():
     assert all(each in str(refused.value) for each in (*told, "--engine_type hf")), refused.value
 
 
+class Env:
+    pass
+
+
+@pytest.mark.plugin("embedded")
+@pytest.mark.plugin("compat")
+@pytest.mark.parametrize(
+    ("arguments", "told", "untold"),
+    [
+        ({"environment": 5}, ["environment is a int"], ["no environment named"]),
+        ({"environment": Env, "tools": [5]}, ["tools has a int"], ["environment is"]),
+        ({"environment": 5, "tools": [5]}, ["environment is a int", "tools has a int"], ["no environment named"]),
+        ({"prompt_data": [], "lerning_rate": 1}, ["prompt_data has no rows", "'lerning_rate'"], ["prompt_data is"]),
+        ({"prompt_data": ROWS, "use_vllm": "no"}, ["--engine_type hf"], ["prompt_data"]),
+        ({"train_dataset": 5, "lerning_rate": 1}, ["train_dataset is a int", "'lerning_rate'"], []),
+        (
+            {"train_dataset": {"test": ROWS}, "prompt_split": "test", "use_vllm": "no"},
+            ["--engine_type hf"],
+            ["no split"],
+        ),
+    ],
+)
+def test_wrong_arguments_bring_no_errors_of_what_is_right(arguments, told, untold):
+    with pytest.raises(ConfigError) as refused:
+        GRPOTrainer(model="embedded", reward_funcs=score, **arguments)
+    assert all(each in str(refused.value) for each in told), refused.value
+    assert not any(each in str(refused.value) for each in untold), refused.value
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset", "prompt_data"])
+def test_data_without_rows_alone_are_a_data_error(name):
+    with pytest.raises(DataError, match=f"^{name} has no rows$"):
+        GRPOTrainer(**{name: []})
+
+
 def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is_fit():
     trainer, other = (GRPOTrainer(model="embedded", reward_funcs=score) for _ in range(2))
     trainer.close()

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Generic, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, LightRFTVisualError, did_you_mean
 from ..errors import nearest as nearest_name
 
 logger = logging.getLogger(__name__)
@@ -180,12 +180,12 @@ class SeveralWrong(ConfigError):
         self.parts = parts
 
 
-def parts_of(error: ConfigError) -> Sequence[str]:
+def parts_of(error: Exception) -> Sequence[str]:
     """The texts of an error, several where it says several things."""
     return error.parts if isinstance(error, SeveralWrong) else [str(error)]
 
 
-def together(errors: Sequence[ConfigError]) -> ConfigError:
+def together(errors: Sequence[LightRFTVisualError]) -> LightRFTVisualError:
     """One error that says all of them, each once."""
     texts = list(dict.fromkeys(text for error in errors for text in parts_of(error)))
     return errors[0] if len(texts) == 1 else SeveralWrong(texts)

@@ -21,7 +21,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import ConfigError, nearest, refused_as, writable
+from ..errors import ConfigError, LightRFTVisualError, nearest, refused_as, writable
 from ..runtime.files import Escaped, compose_yaml, write_atomic
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.start_up import open_closed_streams
@@ -70,7 +70,7 @@ def parse_run(
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     files: Files = None,
-    wrong: Sequence[ConfigError] = (),
+    wrong: Sequence[LightRFTVisualError] = (),
 ) -> ParsedRun:
     """Read a run's configuration. Plugins are imported before anything is checked.
 
@@ -215,7 +215,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
 
 
 def merge(
-    names: Names, settings: Iterable[Setting], wrong: Sequence[ConfigError] = (), files: Files = None
+    names: Names, settings: Iterable[Setting], wrong: Sequence[LightRFTVisualError] = (), files: Files = None
 ) -> tuple[DictConfig, dict[str, str]]:
     """Lay settings over the schema's defaults. Returns the tree and the origin of each leaf.
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -46,6 +47,7 @@ SHOWN_ASKED = 400  # characters of a request
 LOOKED_AT = 1.0  # seconds to find a sample of each label
 TRIES = 3  # samples that a function is asked with where on_reward_error is skip
 SHOWN = 200  # characters of each text of a sample
+MEDIA = ("images", "videos", "source_images")
 UNKNOWN = 0.5  # stands for the score of what is not asked, where a function aggregates by hand
 
 
@@ -202,8 +204,11 @@ class _Probe:
         return list(found.values())
 
     def _twice(self, index: int) -> RewardBatch:
-        """A sample two times: of one alone a mean, or a list of one number, passes as a score of each sample."""
-        return self._batch(index).select([0, 0])
+        """A sample as two: of one alone a mean, or a list of one number, passes as a score of each sample. The media of
+        one stay as they are whatever is done to the other's."""
+        batch = self._batch(index)
+        second = replace(batch, **{name: deepcopy(getattr(batch, name)) for name in MEDIA})
+        return replace(RewardBatch.join([batch, second]), ids=[0, 1])
 
     def _loads(self, index: int) -> bool:
         """Whether the sample can be read; what happens to one that cannot, `on_bad_row` says when the run meets it."""
@@ -219,7 +224,7 @@ class _Probe:
             problem = self._score(job, self._twice(each))
             if problem is None:
                 break
-            problems.append(f"{problem}\n    asked with {shown_sample(self._batch(each))}")
+            problems.append(f"{problem}\n    asked with this sample twice: {shown_sample(self._batch(each))}")
         else:
             self.problems.append(problems[0])
             return
@@ -237,7 +242,8 @@ class _Probe:
 
     def _take(self, job: Job, scores: Scores) -> str | None:
         """Keep the score. Why there is none, as of `_score`."""
-        scores = pick_output(scores, job, [0] * len(scores.values))
+        every = list(range(len(scores.values)))
+        scores = pick_output(scores, replace(job, indices=every), every)
         reasons = [reason for reason in scores.reasons if not reason.endswith(NOT_SCORED)]
         if bool(scores.failed.any()) and reasons:
             return f"reward {job.name}: {reasons[0]}"
@@ -261,7 +267,7 @@ class _Probe:
         batch, source = self._batch(index), job.source
         if isinstance(source, RemoteReward):
             return [source.client.loop.submit(_asked(source, url, batch)) for url in source.replicas]
-        return [source.submit(self._twice(index), Call(1, model_device()))]
+        return [source.submit(batch, Call(1, model_device()))]
 
     def _wait(self, futures: list[Future], started: float) -> None:
         late = wait(futures, max(0.0, started + SAID_AFTER - time.monotonic())).not_done

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.inference import _RunsRewards
 from lightrft_visual.rewards import probe
-from lightrft_visual.rewards.batch import batch_from_media
+from lightrft_visual.rewards.batch import Scores, batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
+from lightrft_visual.rewards.functions.vlm_judge import VLMJudge
 from lightrft_visual.rewards.probe import plausible_media, probed
 from lightrft_visual.rewards.remote.wire import wires_of
 from lightrft_visual.rewards.settings import check_reward_config
@@ -92,6 +94,30 @@ def test_wrong_functions_are_all_told_at_once(functions):
         ConfigError, match="3 of the rewards.*(?s:.)*KeyError(?s:.)*NoneType(?s:.)*asks for 'difficulty'"
     ):
         ask(reward_fn=",".join(f"{functions}:{name}" for name in ("raises", "good", "none", "needs")))
+
+
+def test_function_that_collects_by_id_or_works_in_place_scores_the_two_that_it_is_asked_with(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def collects(ids):\n    return list({each: 1.0 for each in ids}.values())\n\n"
+        "def closes(images):\n    return [each.getpixel((0, 0))[0] + (each.close() or 0.0) for each in images]\n"
+    )
+    ask(reward_fn=f"{path}:collects,{path}:closes")
+
+
+def test_further_output_that_is_no_number_is_told_of_both_samples(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(prompts):\n    return {'rewards': [1.0] * 2, 'other': [float('nan')] * 2}\n")
+    with pytest.raises(ConfigError, match="for 2 of 2 samples\n    asked with this sample twice: prompt"):
+        ask(reward_recipe=json.dumps({"*": [{"type": "func", "key": f"{path}:f", "weight": 1, "score_key": "other"}]}))
+
+
+def test_judge_is_asked_once(monkeypatch):
+    asked, found = [], Future()
+    found.set_result(Scores.of([1.0]))
+    monkeypatch.setattr(VLMJudge, "submit", lambda self, batch, call: asked.append(len(batch)) or found)
+    ask(reward_recipe=json.dumps({"*": [["rule", "vlm_judge", 1.0, {"url": "http://judge/v1", "model": "m"}]]}))
+    assert asked == [1]
 
 
 def test_a_column_that_the_sample_lacks_and_the_data_has_is_none(functions):

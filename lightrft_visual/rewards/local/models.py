@@ -6,7 +6,7 @@ Checkpoints are divided over the ranks where the run divides its models (ZeRO-3)
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,20 +275,27 @@ class TorchModel(HeldModel):
     Those that name one of the latter get raw images of observations too, as the grids have them.
 
     It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. `packing`: samples of equal length only
-    share a call, so that it never sees padding. What pads is the pad token of a transformers model, else the policy's.
+    share a call, so that it never sees padding. What pads is the pad token of a transformers model, else the policy's;
+    a classifier of theirs without one, which finds the end of a sample by it, gets each sample alone.
     """
 
     def __init__(self, name: str, model: nn.Module, pad_id: int, offload: bool, packing: bool) -> None:
         super().__init__(name, model, offload)
-        config = getattr(model, "config", None)
-        own = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
-        self.vocabulary, own_id = getattr(own, "vocab_size", None), getattr(own, "pad_token_id", None)
-        self.pad_id, self.packing = pad_id if own_id is None else own_id, packing  # classifiers find their end by it
+        config, own = getattr(model, "config", None), None
+        if isinstance(config, PreTrainedConfig):
+            with suppress(ValueError):  # it has several text models
+                own = config.get_text_config()
+        size, own_id = getattr(own, "vocab_size", None) or 0, getattr(own, "pad_token_id", None)
+        alone = own is not None and type(model).__name__.endswith("ForSequenceClassification")
+        self.pad_id = own_id if own_id in range(size) else None if alone else pad_id
+        self.packing = packing
         parameters = signature_of(model).parameters
         takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         takes_all = takes_all and not isinstance(model, PreTrainedModel)  # those hand them on to their layers
         self.inputs = [each for each in (*MODEL_INPUTS, *VISION_INPUTS) if takes_all or each in parameters]
         self.reads_images = "raw_images" in self.inputs
+        checked = isinstance(model, PreTrainedModel) and "prompt_and_output" not in self.inputs
+        self.vocabulary = size if checked and size else math.inf  # a reader of the text has a tokenizer of its own
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of the token ids. Raises RewardError for generated media, which have none."""
@@ -300,8 +307,9 @@ class TorchModel(HeldModel):
             return self._run(model, samples, self._more(batch.select(group), call.device), call.device)
 
         groups = by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing)
-        with users_code(f"reward model {self.name}"):
-            return to_scores(self._scored(len(batch), groups, values, call.device))
+        if self.pad_id is None:
+            groups = [[index] for index in range(len(batch))]
+        return to_scores(self._scored(len(batch), groups, values, call.device))
 
     def _more(self, part: RewardBatch, device: Any) -> dict[str, Any]:
         """What the forward asks for beside ids and mask."""
@@ -313,14 +321,16 @@ class TorchModel(HeldModel):
 
     def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:
         highest = max(int(sample.max()) for sample in samples)
-        if self.vocabulary is not None and highest >= self.vocabulary:
+        if highest >= self.vocabulary:
             raise RewardError(
                 f"reward model {self.name} gets the policy's token ids, and knows {self.vocabulary} of them, not "
                 f"{highest}: one with a tokenizer of its own is given as a folder, --reward_pretrain FOLDER"
             )
-        ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)
+        ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id or 0)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-        values = read_output(model(ids.to(device), mask.to(device), **more), self.name)
+        ids, mask = ids.to(device), mask.to(device)
+        with users_code(f"reward model {self.name}"):  # each forward, as many together may take long
+            values = read_output(model(ids, mask, **more), self.name)
         if values.numel() != len(samples):
             raise RewardError(f"reward model {self.name} returned {values.numel()} scores for {len(samples)} samples")
         return values.flatten().tolist()

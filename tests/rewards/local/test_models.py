@@ -1,6 +1,7 @@
 import os
 import random
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from reward_rollouts import make_samples
 from safetensors.torch import load_file, save_file
 from tiny_judges import build_classifier, save_with_head
 from tiny_models import BOS, begin_with_bos
-from transformers import AutoProcessor
+from transformers import AutoProcessor, BertConfig
 
 from lightrft_visual.arguments import reward_settings
 from lightrft_visual.config.shared import DistributedConfig, RewardConfig
@@ -150,6 +151,45 @@ def test_loaded_classifier_is_scored_at_its_last_token_and_refuses_ids_beyond_it
     model.config.vocab_size = max(int(each.max()) for each in tokens)
     with pytest.raises(RewardError, match="gets the policy's token ids, .* --reward_pretrain FOLDER"):
         RewardComputationEngine(model).compute_rewards([samples])
+
+
+@pytest.mark.parametrize("pad_id", [None, -1, 10**6])
+def test_loaded_classifier_without_a_pad_token_of_its_own_gets_each_sample_alone(pad_id):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=200, num_labels=1, **shape)).eval()
+    model.config.pad_token_id = pad_id
+    samples = make_samples(["a", "b", "c", "d"])
+    tokens = [ids[mask.bool()] for ids, mask in zip(samples.sequences, samples.attention_mask)]
+    alone = [model(each[None]).logits.item() for each in tokens]
+    scored = RewardComputationEngine(model, tokenizer=SimpleNamespace(pad_token_id=0)).compute_rewards([samples]).score
+    assert torch.allclose(scored, torch.tensor(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [{}, {"text_encoder": BertConfig(), "text_config": BertConfig()}])
+def test_module_that_reads_the_text_takes_ids_beyond_the_vocabulary_of_its_config(parts):
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = BertConfig(vocab_size=1)
+            vars(self.config).update(parts)
+
+        def forward(self, sequences, attention_mask, prompt_and_output):
+            return torch.tensor([float(len(text)) for text in prompt_and_output])
+
+    samples = make_samples(["a", "bcd"])
+    score = RewardComputationEngine(Module()).compute_rewards([samples]).score
+    assert score.tolist() == [len(p) + len(r) for p, r in zip(samples.prompts, samples.responses)]
+
+
+def test_each_forward_of_a_torch_module_is_watched_by_itself(monkeypatch):
+    """All of a step's together may take long, and nothing hangs."""
+    watched = []
+    monkeypatch.setattr(models, "users_code", lambda what: nullcontext(watched.append(what)))
+    model = SumOfTokens()
+    RewardComputationEngine(model).compute_rewards([make_samples(["a"] * 2 * models.BATCH_SIZE)])
+    assert len(watched) == len(model.shapes) == 2
 
 
 MODULES = """
