@@ -92,16 +92,16 @@ def episode_settings(settings: dict[str, Any], wrong: list[LightRFTVisualError])
     with noted(wrong):
         if environment is not None:
             plain = isinstance(environment, str | os.PathLike)
+            found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
             if not plain and not callable(environment):
                 raise ConfigError(f"environment is a {type(environment).__name__}: give its class, or what makes one")
-            found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
     with noted(wrong):
         if tools is not None:
             listed = tools if isinstance(tools, list | tuple) else [tools]
+            found["tools"] = ",".join(give(name_of(each), each) if callable(each) else str(each) for each in listed)
             for each in listed:
                 if not isinstance(each, str | os.PathLike) and not callable(each):
                     raise ConfigError(f"tools has a {type(each).__name__}: give functions, or path.py:function")
-            found["tools"] = ",".join(give(name_of(each), each) if callable(each) else str(each) for each in listed)
     return found
 
 

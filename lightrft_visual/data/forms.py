@@ -5,10 +5,12 @@ and label are where no column of ours holds them. Media columns under other name
 docs/coming_from.md has a table of all systems.
 """
 
+import ast
 import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -133,8 +135,12 @@ def json_list(cell: Any) -> Any:
 
 
 def json_mapping(cell: Any) -> Any:
-    """The mapping that a cell holds as JSON text; any other cell as it is."""
-    return _from_json(cell, dict, "{}")
+    """The mapping that a cell holds as JSON text, or as Python writes it; any other cell as it is."""
+    found = _from_json(cell, dict, "{}")
+    if isinstance(found, str) and found.lstrip().startswith("{'"):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = ast.literal_eval(found.strip())
+    return found if isinstance(found, Mapping) else cell
 
 
 def _from_json(cell: Any, kind: type, ends: str) -> Any:

@@ -389,8 +389,6 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
     value: Any = raw
     for key in path.split("."):
         value = json_mapping(value)
-        if isinstance(value, str) and value.lstrip().startswith("{'"):  # as tables of Python values are written
-            raise DataError(f"what should hold {path!r} looks like a mapping, but is not valid JSON", "reference form")
         if not isinstance(value, Mapping) or key not in value:
             return _MISSING
         value = value[key]

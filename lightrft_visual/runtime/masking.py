@@ -10,9 +10,9 @@ MASK = "***"
 MASKED_VALUE = "*** (a secret)"  # in place of a setting's text that is one whatever its name
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
-# A number is a secret too, but for tokens and those of several: `eos_token: 151645`, `no_secrets: 1.0`.
+# A number is a secret too, but for tokens and several keys: `eos_token: 151645`.
 NUMBERS = "(?:api|access|private|secret)[_-]?key|secret|password|passwd|passphrase|credentials?"
-SEVERAL = "(?:api|access|private|secret)[_-]?keys|secrets"  # in a line only texts in quotes and lists: no sentence
+SEVERAL = "(?:api|access|private|secret)[_-]?keys"  # in a line only texts in quotes and lists: no sentence
 WORDS = f"{NUMBERS}|token"
 SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|{SEVERAL}|bearer|authorization)$", re.IGNORECASE)
 USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
@@ -142,7 +142,7 @@ def names_secret(name: str, value: Any) -> bool:
         ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
         return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and not name.lower().endswith(("token", "keys", "secrets")) and bool(SECRET_NAME.search(name))
+    return number and not name.lower().endswith(("token", "keys")) and bool(SECRET_NAME.search(name))
 
 
 def holds_secret(text: str) -> bool:

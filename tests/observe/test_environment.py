@@ -92,7 +92,7 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         f"{{'x-secret-key': '{SECRET}'}}",
         f"secret_key: {SECRET}",
         f"{{n: 1, api_keys: [{SECRET}, x]}}",
-        f"{{'client_secrets': '{SECRET}'}}",
+        f"{{'access_keys': '{SECRET}'}}",
         f"passphrase: {SECRET}",
         f'{{"api_key": {SECRET}}}',
         f"export HF_TOKEN={SECRET}",

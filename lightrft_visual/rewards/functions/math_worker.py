@@ -20,18 +20,12 @@ _ALGEBRA = re.compile(  # what stands beside a number that is no word and no uni
 )
 _SAYS_SO = re.compile(r"\$|\\boxed|\\[(\[]")
 _WORD = re.compile(r"(?:^|\s)(?!pi\b)[A-Za-z][A-Za-z/]")
-_DASH = re.compile(r"(?<=[^=]\s)–(?=\s)")  # among words no minus
 
 
 def _is_plain(text: str) -> bool:
     """Whether it says itself what of it is mathematics, or is one number among words, such as `about 7 m^2`."""
     numbers = [number for number in _NUMBERS.findall(text) if number]
     return bool(_SAYS_SO.search(text)) or (len(numbers) == 1 and not _ALGEBRA.search(text.strip("* ")))
-
-
-def _plain(text: str) -> str:
-    """The answer as `plain_numbers` writes it. A dash between spaces is a minus where there are no words."""
-    return plain_numbers(_DASH.sub("—", text) if _WORD.search(text) else text)
 
 
 def _parse(text: str) -> list:
@@ -52,8 +46,8 @@ def _readings(text: str, latex: str, prose: bool) -> list[list]:
 def verify_answer(response: str, references: list[str]) -> float | None:
     """1.0 or 0.0, or None when no reference can be read as mathematics."""
     said = final_answer(response)
-    response = response.replace(said, _plain(said))  # what stands beside it is as it was
-    gold = [parsed for text in map(_plain, references) for parsed in _readings(text, text, False)]
+    response = response.replace(said, plain_numbers(said))  # what stands beside it is as it was
+    gold = [parsed for text in map(plain_numbers, references) for parsed in _readings(text, text, False)]
     if not gold:
         return None
     tagged = tagged_answer(response)  # with tags nothing beside them counts, else there could be two answers

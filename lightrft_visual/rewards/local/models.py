@@ -272,7 +272,8 @@ class TorchModel(HeldModel):
     """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids, and
     with those of LightRFT's further arguments that its forward names (all, for **kwargs): prompt_and_output,
     raw_images, img_num, and pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw as the policy reads them.
-    Those that name one of the latter get raw images of observations too, as the grids have them.
+    Those that name one of the latter get raw images of observations too, as the grids have them; prompt_and_output has
+    places for the prompt's alone.
 
     It returns scores (n) or (n, 1), an output with `logits`, or {"score": T}. `packing`: samples of equal length only
     share a call, so that it never sees padding. What pads is the pad token of a transformers model, else the policy's;
@@ -294,8 +295,8 @@ class TorchModel(HeldModel):
         takes_all = takes_all and not isinstance(model, PreTrainedModel)  # those hand them on to their layers
         self.inputs = [each for each in (*MODEL_INPUTS, *VISION_INPUTS) if takes_all or each in parameters]
         self.reads_images = "raw_images" in self.inputs
-        checked = isinstance(model, PreTrainedModel) and "prompt_and_output" not in self.inputs
-        self.vocabulary = size if checked and size else math.inf  # a reader of the text has a tokenizer of its own
+        checked = isinstance(model, PreTrainedModel) and not {"prompt_and_output", "raw_images"} & {*self.inputs}
+        self.vocabulary = size if checked and size else math.inf  # others have a tokenizer of their own, or need none
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of the token ids. Raises RewardError for generated media, which have none."""
@@ -316,7 +317,8 @@ class TorchModel(HeldModel):
         vision = VisionTensors.gather(part.vision)
         tensors = {name: vision.get(name) for name in self.inputs if name in VISION_INPUTS}
         placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        part = replace(part, images=images_of(part)) if tensors else part  # else queries have the prompt's alone
+        if tensors and "prompt_and_output" not in self.inputs:  # whose text has places for the prompt's alone
+            part = replace(part, images=images_of(part))
         return placed | {name: MODEL_INPUTS[name](part) for name in self.inputs if name in MODEL_INPUTS}
 
     def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:

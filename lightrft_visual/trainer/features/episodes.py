@@ -45,6 +45,9 @@ class EpisodesHook(StepHook):
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
         if told:
             log.warning("environments failed: %s", told)
+        limits = [each.reason for each in episodes if each.failed and each.failure is None]
+        for reason, count in Counter(limits).items():
+            log.warning("%d of %d episodes are invalid: %s", count, len(rollouts), reason)
         self._say_tools([turn for each in episodes for turn in each.turns])
         lost = sum(each.failed and each.failure is not None for each in episodes)
         ended = sum(not each.failed and each.limit is None for each in episodes)

@@ -115,8 +115,8 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert lengths == ([2, 3, 4, 5] if packing else [5])
 
 
-@pytest.mark.parametrize("grids", [True, False])
-def test_torch_module_gets_images_of_observations_where_it_gets_grids_and_those_of_its_queries_else(grids):
+@pytest.mark.parametrize("reads", ["queries", "grids", "queries and grids"])
+def test_torch_module_gets_images_of_observations_where_it_gets_grids_and_those_of_its_queries_else(reads):
     given = {}
 
     class Module(torch.nn.Module):
@@ -128,11 +128,15 @@ def test_torch_module_gets_images_of_observations_where_it_gets_grids_and_those_
         def forward(self, sequences, attention_mask, raw_images, img_num, image_grid_thw):
             return super().forward(sequences, attention_mask, [], raw_images, img_num)
 
+    class TakesAll(Module):
+        def forward(self, sequences, attention_mask, prompt_and_output, raw_images, img_num, **more):
+            return super().forward(sequences, attention_mask, prompt_and_output, raw_images, img_num)
+
     batch = batch_from_samples([make_samples(["a", "b"], images=[["first"], ["second"]])])
     batch.episodes = [Episode(images=["seen", "last"]), None]
-    module = WithGrids() if grids else Module()
+    module = {"queries": Module, "grids": WithGrids, "queries and grids": TakesAll}[reads]()
     models.local_model_source("model", module, RewardConfig(), None, False).score(batch, Call())
-    first = ["first", "seen", "last"] if grids else ["first"]
+    first = ["first", "seen", "last"] if reads == "grids" else ["first"]
     assert given == {"images": [first, ["second"]], "counts": [len(first), 1]}
 
 

@@ -127,7 +127,8 @@ def test_a_step_most_of_whose_episodes_are_invalid_by_a_limit_goes_on_as_no_envi
     over, metrics = Episode([Turn("a")], [0] * 6, limit="turns", failed=True), MetricsAccumulator()
     EpisodesHook(None, most_failures=0.5).on_rollouts(Rollouts([rollout(episode=over)] * 3))
     add_episode_metrics(metrics, [over])
-    assert caplog.text == "" and metrics.reduce()["environment_errors"] == 0.0
+    assert caplog.messages == ["3 of 3 episodes are invalid: it reached its limit of turns"]
+    assert metrics.reduce()["environment_errors"] == 0.0
     (record,) = records_from_rollouts([rollout(episode=over)])
     assert record["failure"] == "it reached its limit of turns"
 
