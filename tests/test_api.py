@@ -233,6 +233,8 @@ class Env:
         ({"environment": 5}, ["environment is a int"], ["no environment named"]),
         ({"environment": Env, "tools": [5]}, ["tools has a int"], ["environment is"]),
         ({"environment": 5, "tools": [5]}, ["environment is a int", "tools has a int"], ["no environment named"]),
+        ({"environment": 5, "max_turns": 3}, ["environment is a int"], ["max_turns"]),
+        ({"tools": [5], "max_turns": 3}, ["tools has a int"], ["max_turns"]),
         ({"prompt_data": [], "lerning_rate": 1}, ["prompt_data has no rows", "'lerning_rate'"], ["prompt_data is"]),
         ({"prompt_data": ROWS, "use_vllm": "no"}, ["--engine_type hf"], ["prompt_data"]),
         ({"train_dataset": 5, "lerning_rate": 1}, ["train_dataset is a int", "'lerning_rate'"], []),
