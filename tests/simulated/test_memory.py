@@ -49,7 +49,8 @@ def test_a_resumed_engine_and_an_export_hold_what_the_plan_says(ranks, stage):
 def test_what_is_at_home_on_the_host_is_on_the_device_only_while_it_is_used(ranks):
     for number, rank in enumerate(ranks):
         guest, taken, exported = rank["guest"], rank["taken_along"], rank["exported"]
-        assert guest["home"] <= SMALL and guest["inside"] >= guest["size"] and guest["again"] <= SMALL
+        assert guest["home"] <= SMALL and guest["again"] <= SMALL
+        assert guest["inside"] - guest["home"] >= guest["size"]  # a run before may free some bytes while it comes home
         assert taken["inside"] >= taken["size"] and taken["again"] <= SMALL
         assert taken["same"] == 2  # its weights are not copied back
         # A divided model is written from the host, and no device holds it whole.
