@@ -88,14 +88,14 @@ def is_public(address: str) -> bool:
 
 def _answer(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str | None, bytes]:
     """What `_get` gives; asked a second time where the connection breaks or the server is busy or fails."""
+    found = None
     try:
         found = _get(parts, max_bytes, deadline)
-        if found[0] != 429 and found[0] < 500:
-            return found
-    except TimeoutError:
-        raise
-    except (OSError, http.client.HTTPException):
-        pass
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, TimeoutError):
+            raise
+    if found is not None and found[0] != 429 and found[0] < 500:
+        return found
     time.sleep(min(PAUSE, _left(deadline)))
     return _get(parts, max_bytes, deadline)
 

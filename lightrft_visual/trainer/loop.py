@@ -335,7 +335,7 @@ class PolicyTrainer(ABC):
     def _too_many_invalid(self, share: float, too_old: float) -> RewardError:
         """For a step of invalid samples alone, which trained nothing, or of more than are allowed."""
         allowed = f" (reward_max_invalid is {self.most_invalid:.0%})" if share < 1 else ", so there is nothing to learn"
-        why = "the reward has no score for them, or a limit of episodes made them so"
+        why = "the reward has no score for them, or they were left out, as a line before says"
         if too_old:
             why = f"{too_old:.0%} are older than max_staleness: raise it, or lower batches_ahead to it"
         return RewardError(f"step {self.step + 1}: {share:.0%} of the samples are invalid{allowed}: {why}")
