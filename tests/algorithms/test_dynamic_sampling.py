@@ -11,20 +11,20 @@ from forked import on_ranks
 
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
 from lightrft_visual.trainer.features.dynamic_sampling import (
-    DynamicSampling,
     GroupRef,
     balanced,
     by_group,
+    collect,
     is_informative,
 )
 
 
 def collected(
     ranks: int, rank: int, differing: set[int], wanted: int, tries: int, captions: set[int] = frozenset()
-) -> tuple[DynamicSampling, list[int]]:
-    """(the sampling, its group ids): each round brings wanted * ranks new prompts, every rank its share. captions: the
-    prompts that ask for an image."""
-    sampling, drawn = DynamicSampling(wanted, tries), []
+) -> tuple[tuple[int, int], list[int]]:
+    """((rounds, groups of equal rewards), the ids of all): each round brings wanted * ranks new prompts, every rank its
+    share. captions: the prompts that ask for an image."""
+    drawn = []
 
     def sample_round(number: int) -> list[Rollout]:
         held = sum(rollout() is not None for rollout in drawn)
@@ -38,31 +38,31 @@ def collected(
         drawn.extend(map(weakref.ref, made))
         return made
 
-    rollouts = sampling.collect(sample_round)
+    rollouts, *counts = collect(wanted, tries, sample_round)
     assert all(len(group) == 2 for group in by_group(rollouts).values())
-    return sampling, list(by_group(rollouts))
+    return tuple(counts), list(by_group(rollouts))
 
 
 def shared(differing: list[int]) -> tuple[int, int, list[int]]:
     dist.init_process_group("gloo")
-    sampling, ids = collected(dist.get_world_size(), dist.get_rank(), set(differing), wanted=4, tries=4)
-    return sampling.rounds, sampling.filled, ids
+    counts, ids = collected(dist.get_world_size(), dist.get_rank(), set(differing), wanted=4, tries=4)
+    return *counts, ids
 
 
 def test_a_round_is_repeated_while_groups_that_differ_are_missing_and_equal_ones_fill_the_batch_after_the_last():
-    sampling, ids = collected(ranks=1, rank=0, differing={1, 2, 4, 5, 6}, wanted=4, tries=5)
-    assert sampling.rounds == 2 and sampling.filled == 0 and ids == [1, 2, 4, 5]
-    sampling, ids = collected(ranks=1, rank=0, differing={6}, wanted=4, tries=2)
-    assert sampling.rounds == 2 and sampling.filled == 3 and ids == [6, 0, 1, 2]
+    counts, ids = collected(ranks=1, rank=0, differing={1, 2, 4, 5, 6}, wanted=4, tries=5)
+    assert counts == (2, 0) and ids == [1, 2, 4, 5]
+    counts, ids = collected(ranks=1, rank=0, differing={6}, wanted=4, tries=2)
+    assert counts == (2, 3) and ids == [6, 0, 1, 2]
 
 
 def test_answers_and_drawings_keep_their_shares_of_the_batch():
     """Prompts 2 and 3 of each round of four ask for images, of which only one differs, in the third round."""
     captions = {2, 3, 6, 7, 10, 11, 14, 15}
-    sampling, ids = collected(1, 0, differing={0, 1, 4, 5, 8, 9, 10}, wanted=4, tries=4, captions=captions)
-    assert ids == [0, 1, 10, 2] and sampling.filled == 1 and sampling.rounds == 4
-    sampling, ids = collected(1, 0, differing={0, 5, 2, 7}, wanted=4, tries=4, captions=captions)
-    assert ids == [0, 2, 5, 7] and sampling.filled == 0 and sampling.rounds == 2
+    counts, ids = collected(1, 0, differing={0, 1, 4, 5, 8, 9, 10}, wanted=4, tries=4, captions=captions)
+    assert ids == [0, 1, 10, 2] and counts == (4, 1)
+    counts, ids = collected(1, 0, differing={0, 5, 2, 7}, wanted=4, tries=4, captions=captions)
+    assert ids == [0, 2, 5, 7] and counts == (2, 0)
     turns = {4, 5, 6, 7}  # a batch of captions behind one of questions takes no place of theirs
     assert collected(1, 0, differing={0, 1, *turns, 8}, wanted=4, tries=3, captions=turns)[1] == [0, 1, 8, 2]
 
@@ -72,7 +72,7 @@ def test_groups_are_those_that_would_be_chosen_if_all_rounds_were_kept(seed):
     rng = random.Random(seed)
     differing = {number for number in range(48) if rng.random() < 0.15}
     captions = {number for number in range(48) if rng.random() < 0.4}
-    sampling, ids = collected(1, 0, differing, wanted=8, tries=6, captions=captions)
+    counts, ids = collected(1, 0, differing, wanted=8, tries=6, captions=captions)
     sizes = Counter(number in captions for number in range(8))
     for rounds in range(1, 7):
         numbers = range(8 * rounds)
@@ -81,7 +81,7 @@ def test_groups_are_those_that_would_be_chosen_if_all_rounds_were_kept(seed):
         filled = sum(equal for equal, _, _ in best)
         if len(best) == 8 and not filled:
             break
-    assert (sampling.rounds, sampling.filled, ids) == (rounds, filled, [number for _, _, number in best])
+    assert (*counts, ids) == (rounds, filled, [number for _, _, number in best])
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_two_ranks_share_what_they_find(differing, rounds):
     """Even prompts are rank 0's: with the first list rank 1 never finds a group by itself."""
     first, second = on_ranks(shared, differing)
     whole, ids = collected(ranks=1, rank=0, differing=set(differing), wanted=8, tries=4)
-    assert first[:2] == second[:2] == (whole.rounds, whole.filled) and whole.rounds == rounds
+    assert first[:2] == second[:2] == whole and whole[0] == rounds
     assert len(first[2]) == len(second[2]) == 4 and sorted(first[2] + second[2]) == sorted(ids)
 
 

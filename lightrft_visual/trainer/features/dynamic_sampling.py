@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -11,6 +10,8 @@ from ...experience.rollouts import PromptBatch, Rollout, Rollouts, SamplingSetti
 from ...observe.metrics import COUNTED, SPENT
 from ...runtime import collectives
 from ..vl.maker import ExperienceMaker
+
+R, V = TypeVar("R", bound=Any), TypeVar("V")
 
 
 class GroupRef(NamedTuple):
@@ -23,65 +24,63 @@ class GroupRef(NamedTuple):
     draws: bool = False  # its responses are images
 
 
-@dataclass
-class DynamicSampling:
-    """Collects groups until all ranks together have as many as they want whose rewards differ.
+def collect(
+    wanted: int, tries: int, sample_round: Callable[[int], list[Rollout]], apart: bool = False
+) -> tuple[list[Rollout], int, int]:
+    """Rollouts of as many groups as are wanted whose rewards differ: those of all ranks together. A collective.
 
     The ranks share what they find: a rank without luck is given groups of another one. Which groups make up the batch
     does not depend on the number of ranks. Where the model also draws, the batch keeps as many groups of answers and of
-    drawings as the first round brought: a kind that is mastered does not give its place to the other one.
+    drawings as the first round brought: a kind that is mastered does not give its place to the other one. After the
+    last round the batch is filled up with groups of equal rewards (they carry no gradient), so that its size stays.
 
-    wanted: groups of this rank. tries: rounds of sampling at most, the first included. After the last round the batch
-    is filled up with groups of equal rewards (they carry no gradient), so that its size stays; how many, over all
-    ranks, is counted in `filled`. apart: as in `is_informative`.
+    Args:
+        wanted: groups of this rank.
+        tries: rounds of sampling at most, the first included.
+        sample_round: (k) samples and scores round k; every rank calls it alike.
+        apart: as in `is_informative`.
+
+    Returns:
+        The rollouts; the rounds that were made; groups of equal rewards that fill the batch up, over all ranks.
     """
-
-    wanted: int
-    tries: int
-    apart: bool = False
-    found: dict[GroupRef, list[Rollout]] = field(default_factory=dict)  # on this rank, of the best so far
-    rounds: int = 0
-    filled: int = 0
-
-    def collect(self, sample_round: Callable[[int], list[Rollout]]) -> list[Rollout]:
-        """Rollouts of `wanted` groups. sample_round(k) samples and scores round k; every rank calls it alike."""
-        rank = collectives.rank()
-        while True:
-            self.found |= {
-                GroupRef(not is_informative(group, self.apart), self.rounds, number, rank, group[0].prompt.draws): group
-                for number, group in by_group(sample_round(self.rounds)).items()
-            }
-            self.rounds += 1
-            shares, gathered = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
-            refs = [ref for each in gathered for ref in each]
-            if self.rounds == 1:
-                kinds = Counter(ref.draws for ref in refs)
-            best = best_of_each_kind(refs, kinds)
-            self.found = {ref: self.found[ref] for ref in best if ref in self.found}
-            self.filled = sum(ref.is_equal for ref in best)
-            if self.rounds >= self.tries or (not self.filled and len(best) == sum(shares)):
-                break
-        return [rollout for group in self._exchange(best, list(shares)) for rollout in group]
-
-    def _exchange(self, best: list[GroupRef], shares: list[int]) -> list[list[Rollout]]:
-        """This rank's groups, once those that other ranks lack have changed place. A collective."""
-        rank = collectives.rank()
-        targets = balanced(best, shares)
-        outgoing = [
-            {ref: self.found[ref] for ref, target in targets.items() if (ref.rank, target) == (rank, other)}
-            for other in range(len(shares))
-        ]
-        groups = {ref: group for sent in collectives.exchange_objects(outgoing) for ref, group in sent.items()}
-        return [groups[ref] for ref in sorted(groups)]
+    rank = collectives.rank()
+    found: dict[GroupRef, list[Rollout]] = {}  # of this rank's groups, the best so far
+    for number in range(tries):
+        found |= {
+            GroupRef(not is_informative(group, apart), number, group_id, rank, group[0].prompt.draws): group
+            for group_id, group in by_group(sample_round(number)).items()
+        }
+        shares, gathered = zip(*collectives.all_gather_object((wanted, list(found))))
+        refs = [ref for each in gathered for ref in each]
+        if number == 0:
+            kinds = Counter(ref.draws for ref in refs)
+        # What is not among the best of its kind now never will be.
+        best = sorted(ref for kind, most in kinds.items() for ref in sorted(r for r in refs if r.draws == kind)[:most])
+        found = {ref: found[ref] for ref in best if ref in found}
+        filled = sum(ref.is_equal for ref in best)
+        if not filled and len(best) == sum(shares):
+            break
+    groups = shared_out(found, best, shares)
+    return [rollout for ref in sorted(groups) for rollout in groups[ref]], number + 1, filled
 
 
-def best_of_each_kind(refs: list[GroupRef], kinds: Mapping[bool, int]) -> list[GroupRef]:
-    """The best groups of all ranks, sorted. kinds: how many of each; what is not among them now never will be."""
-    return sorted(ref for kind, count in kinds.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
+def shared_out(own: Mapping[R, V], refs: Sequence[R], shares: Sequence[int]) -> dict[R, V]:
+    """What this rank has of all that `refs` name, once each rank has its share of them; see `balanced`. A collective.
+
+    Args:
+        own: what it has before.
+        refs: of all ranks, the same on each.
+        shares: of each rank.
+    """
+    rank, targets = collectives.rank(), balanced(refs, shares)
+    outgoing = [
+        {ref: own[ref] for ref in targets if (ref.rank, targets[ref]) == (rank, other)} for other in range(len(shares))
+    ]
+    return {ref: value for sent in collectives.exchange_objects(outgoing) for ref, value in sent.items()}
 
 
-def balanced(refs: list[GroupRef], shares: list[int]) -> dict[GroupRef, int]:
-    """The rank that each group goes to: its own as long as that has room, else the first that has."""
+def balanced(refs: Sequence[R], shares: Sequence[int]) -> dict[R, int]:
+    """The rank that each goes to: its own as long as that has room, else the first that has."""
     room, targets = list(shares), {}
     for ref in refs:
         if room[ref.rank]:
@@ -144,10 +143,9 @@ class ResamplingMaker:
             rounds.append((rollouts.sampling, rollouts.counts))
             return rollouts
 
-        dynamic = DynamicSampling(len(prompts), self.tries, self.components)
-        kept = dynamic.collect(sample_round)
+        kept, made, filled = collect(len(prompts), self.tries, sample_round, self.components)
         self.maker.sleep()
-        found = {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
+        found = {"dynamic_rounds": made, "dynamic_filled_groups": filled}
         counts = over_rounds([counts for _, counts in rounds]) | found
         return Rollouts(kept, rounds[0][0], counts=counts, scored=True)
 

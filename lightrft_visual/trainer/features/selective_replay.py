@@ -15,7 +15,7 @@ from ...experience.items import AnyItem, part_of
 from ...runtime import collectives
 from ...runtime.seeding import derive_seed
 from ..hooks import StepHook
-from .dynamic_sampling import balanced
+from .dynamic_sampling import shared_out
 
 
 class Kept(NamedTuple):
@@ -104,7 +104,9 @@ class SelectiveReplay(StepHook):
         drawn = offered[: len(replaced)]
         fresh = [(index, item) for index, item in enumerate(buffer.items) if part_of(item) == kind]
         indices = [index for index, item in fresh if int(item.sample_id) in replaced]
-        arrived = [copy(item) for item in self._exchange(drawn, [len(replaced & {*each}) for each in lacking])]
+        rank, shares = collectives.rank(), [len(replaced & {*each}) for each in lacking]
+        shared = shared_out({each: self.kept[each.index] for each in drawn if each.rank == rank}, drawn, shares)
+        arrived = [copy(item) for _, item in sorted(shared.items(), key=lambda pair: pair[0].sample_id)]
         _mark(arrived, replayed=True)
         for index, item in zip(indices, arrived):
             buffer.items[index] = item
@@ -127,16 +129,6 @@ class SelectiveReplay(StepHook):
             key = math.log(advantage_size(item)) + gumbel
             offers.setdefault(part_of(item), []).append(Kept(key, number, rank, index))
         return offers
-
-    def _exchange(self, drawn: list[Kept], shares: list[int]) -> list[AnyItem]:
-        """This rank's part of the drawn samples. A collective."""
-        rank, targets = collectives.rank(), balanced(drawn, shares)
-        outgoing = [
-            [(each.sample_id, self.kept[each.index]) for each in drawn if (each.rank, targets[each]) == (rank, other)]
-            for other in range(len(shares))
-        ]
-        arrived = [pair for sent in collectives.exchange_objects(outgoing) for pair in sent]
-        return [item for _, item in sorted(arrived, key=lambda pair: pair[0])]
 
     def state_dict(self) -> Mapping[str, Any]:
         return KeptState(self.kept)
