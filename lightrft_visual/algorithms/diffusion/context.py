@@ -109,22 +109,6 @@ def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
     return draw_noise(batch.data.shape[1:], generators, batch.data.dtype, batch.data.device)
 
 
-def add_noise(data: T, noise: T, sigma: T, prediction: str) -> tuple[T, T]:
-    """The samples with noise, (M, …), and what the model should answer there, (M, …).
-
-    Args:
-        data: (M, …) finished samples.
-        noise: (M, …) unit normal.
-        sigma: (M) in 0..1.
-        prediction: 'flow': (1 - sigma) data + sigma noise, target noise - data. 'epsilon' (DDIM):
-            sqrt(1 - sigma²) data + sigma noise, target the noise.
-    """
-    when = per_sample(sigma, data)
-    if prediction == "flow":
-        return (1 - when) * data + when * noise, noise - data
-    return (1 - when.square()).sqrt() * data + when * noise, noise
-
-
 def asked(
     context: LossContext, batch: DenoisingBatch, guidance_scale: float, shared: bool = False
 ) -> tuple[tuple[T, T, dict[str, T], float], T]:
@@ -136,8 +120,11 @@ def asked(
         guidance_scale: of the training forward.
         shared: samples of one group get the same noise.
     """
-    noise = forward_noise(context.seed, batch, shared)
-    mixed, target = add_noise(batch.data, noise, batch.sigma, context.policy.family.prediction)
+    noise, when = forward_noise(context.seed, batch, shared), per_sample(batch.sigma, batch.data)
+    if context.policy.family.prediction == "flow":
+        mixed, target = (1 - when) * batch.data + when * noise, noise - batch.data
+    else:  # DDIM
+        mixed, target = (1 - when.square()).sqrt() * batch.data + when * noise, noise
     return (mixed, batch.timesteps, batch.conditions, guidance_scale), target
 
 

@@ -55,13 +55,6 @@ class RewardFL:
     kl_beta: float = 0.0
     target: float | None = None
 
-    def __post_init__(self) -> None:
-        self.gradient_steps()
-
-    def gradient_steps(self) -> list[int]:
-        """Steps whose velocity is differentiated where its network trains. ConfigError where there is none."""
-        return gradient_steps(self.num_inference_steps, self.mid_timestep, self.final_timestep)
-
     def denoise(self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T) -> Denoised:
         """From noise to data.
 
@@ -72,7 +65,8 @@ class RewardFL:
             timesteps: (K), K = num_inference_steps.
             sigmas: (K), of the same steps.
         """
-        x, drifts, differentiated = start, [], self.gradient_steps()
+        x, drifts = start, []
+        differentiated = gradient_steps(self.num_inference_steps, self.mid_timestep, self.final_timestep)
         for step in range(self.final_timestep + 1):
             inputs = (x, to_device(timesteps[step].expand(len(x)), x.device), conditions, self.guidance_scale)
             if step in differentiated and context.policy.trains_at(timesteps[step]):

@@ -10,7 +10,6 @@ import torch
 from lightrft_visual.algorithms.diffusion.awm import AWM
 from lightrft_visual.algorithms.diffusion.context import (
     LossContext,
-    add_noise,
     asked,
     forward_noise,
     scaled_error,
@@ -74,9 +73,17 @@ def gradient_where_equal(found, expected, policy):
 # -- the forward process -----------------------------------------------------------------------------------------
 
 
+def told(batch, prediction):
+    """(the samples with noise, what the model should answer)."""
+    (mixed, *_), target = asked(Answers(2, prediction).context(), batch, 1.0)
+    return mixed, target
+
+
 def test_forward_process_of_each_prediction():
-    data, noise, sigma = normal(2, *SHAPE), normal(2, *SHAPE, seed=1), torch.tensor([0.6, 0.6]).double()
-    (flow, target), (ddim, ddim_target) = (add_noise(data, noise, sigma, name) for name in ("flow", "epsilon"))
+    batch = rows([0.0] * 2)
+    data, noise = batch.data, forward_noise(5, batch)
+    flow, target = told(batch, "flow")
+    ddim, ddim_target = told(batch, "epsilon")
     torch.testing.assert_close(flow, 0.4 * data + 0.6 * noise)
     assert torch.equal(target, noise - data) and torch.equal(ddim_target, noise)
     torch.testing.assert_close(ddim, 0.8 * data + 0.6 * noise)

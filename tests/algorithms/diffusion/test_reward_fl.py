@@ -144,4 +144,4 @@ def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
 
 def test_steps_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="final_timestep"):
-        RewardFL(mid_timestep=8, final_timestep=8)
+        RewardFL(mid_timestep=8, final_timestep=8).denoise(None, latents(), {}, *SCHEDULE)
