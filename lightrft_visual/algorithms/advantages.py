@@ -8,6 +8,7 @@ Samples of one prompt share `experience.group_id`, wherever they are in the list
 false have no usable reward: they stay out of every statistic and get advantage 0. Experiences are padded, (B, A).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from ..config.constraints import check_call
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError, RewardError
 from ..observe.metrics import Moments
-from .kl import RunningMoments, compute_reward, of_shape, overlong_penalty
+from .kl import compute_reward, of_shape
 
 T = torch.Tensor
 
@@ -194,7 +195,7 @@ class AdvantageCalculator:
         self.config = config
         # Whether rewards are compared within a prompt's group.
         self.grouped = type(self).group_rewards is not AdvantageCalculator.group_rewards
-        self.running, self.running_drawn = RunningMoments(), RunningMoments()  # of answers, of drawn images
+        self.seen = {"running": Moments(), "running_drawn": Moments()}  # rewards so far, of answers and of drawn images
 
     def preprocess_rewards(
         self, rewards: T | Sequence[T], experiences: list, max_new_tokens: int
@@ -244,16 +245,18 @@ class AdvantageCalculator:
         if config.overlong_buffer:
             until_last = (each.action_mask.flip(1).cumsum(dim=1).bool().sum(dim=1) for each in experiences)
             lengths = [own.masked_fill(_drawn(each), 0) for own, each in zip(until_last, experiences)]  # no image's
-            limits = max_new_tokens, config.overlong_buffer_len, config.overlong_buffer_penalty_factor
-            penalty = overlong_penalty(torch.cat([rewards[:0], *lengths]), *limits)
-            notes["overlong_penalty"] = penalty
-            rewards = rewards + penalty
+            # DAPO's soft penalty (arXiv 2503.14476) of the last tokens of the longest responses.
+            excess = torch.cat([rewards[:0], *lengths]).float() - (max_new_tokens - config.overlong_buffer_len)
+            penalty = -excess / config.overlong_buffer_len * config.overlong_buffer_penalty_factor
+            notes["overlong_penalty"] = penalty.clamp(max=0.0)
+            rewards = rewards + notes["overlong_penalty"]
         if config.reward_running_norm:
             drawn, scale = torch.cat([valid[:0], *map(_drawn, experiences)]), torch.ones_like(rewards)
-            for running, own in ((self.running, ~drawn), (self.running_drawn, drawn)):
-                running.update(rewards[valid & own])
-                white = running.normalize(rewards, config.reward_running_norm_minus_mean)
-                rewards, scale = torch.where(own, white, rewards), torch.where(own, scale / running.std, scale)
+            for name, own in (("running", ~drawn), ("running_drawn", drawn)):
+                seen = self.seen[name] = self.seen[name].merge(Moments.over_ranks(rewards[valid & own]))
+                std = math.sqrt(seen.sample_variance) or 1.0  # while it is not defined or zero, nothing changes
+                white = (rewards - (seen.mean if config.reward_running_norm_minus_mean else 0.0)) / std
+                rewards, scale = torch.where(own, white, rewards), torch.where(own, scale / std, scale)
             notes["reward_scale"] = scale
         if config.reward_clip > 0:
             notes["reward_clipped"] = (valid & (rewards.abs() > config.reward_clip)).float()
@@ -307,12 +310,12 @@ class AdvantageCalculator:
 
     def state_dict(self) -> dict[str, Any]:
         """The running moments of the rewards, of answers and of drawn images."""
-        return {"running": asdict(self.running.seen), "running_drawn": asdict(self.running_drawn.seen)}
+        return {name: asdict(seen) for name, seen in self.seen.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.running.load_state_dict(state["running"])
-        self.running_drawn.load_state_dict(state["running_drawn"])
+        for name in self.seen:
+            self.seen[name] = Moments(**{field: float(value) for field, value in state[name].items()})
 
 
 class GAECalculator(AdvantageCalculator):
@@ -509,27 +512,6 @@ def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
             experience.info["advantage_clip_frac"] = beyond.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             experience.advantages = experience.advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return experiences
-
-
-def finished_gae(
-    values: T, rewards: T, action_mask: T, gamma: float, lambd: float, config: AlgorithmConfig
-) -> tuple[T, T, float]:
-    """`get_advantages_and_returns`, with the advantages whitened (advantages_norm) and clipped (advantage_clip).
-
-    Args:
-        values, rewards, action_mask: (B, A).
-        gamma, lambd: the discount, and the weight of further steps.
-        config: whether and how far; a collective with advantages_norm.
-
-    Returns:
-        Advantages and returns (B, A), and the share of tokens whose advantage was clipped.
-    """
-    advantages, returns = get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
-    whole = SimpleNamespace(advantages=advantages, action_mask=action_mask, valid=None, info={})
-    finish_advantages([whole], config.changed(teacher_coef=0.0))  # a teacher has no part in values
-    lengths = action_mask.sum(dim=1)
-    clipped = (whole.info["advantage_clip_frac"] * lengths).sum() if config.advantage_clip > 0 else 0.0
-    return whole.advantages, returns, float(clipped / lengths.sum().clamp(min=1))
 
 
 def distillation_gain(experience: Any) -> T:

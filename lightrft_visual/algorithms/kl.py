@@ -1,6 +1,5 @@
 """KL divergence to the reference policy from log-probs of sampled tokens, and controllers of its weight."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError
-from ..observe.metrics import Moments
 
 T = torch.Tensor
 
@@ -109,44 +107,6 @@ def get_kl_controller(config: AlgorithmConfig) -> FixedKLController:
     if config.kl_target is None:
         return FixedKLController(config.init_kl_coef)
     return AdaptiveKLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
-
-
-def overlong_penalty(lengths: T, max_new_tokens: int, buffer_len: int, factor: float) -> T:
-    """Soft length penalty of DAPO (arXiv 2503.14476): (B), clamp(-(length - (max_new_tokens - buffer_len)) / buffer_len
-    * factor, max=0).
-
-    Args:
-        lengths: (B) response tokens, of episodes with what stands between answers.
-        max_new_tokens: the longest response.
-        buffer_len: how many of its last tokens are penalised.
-        factor: the penalty of a response of full length.
-    """
-    excess = lengths.float() - (max_new_tokens - buffer_len)
-    return (-excess / buffer_len * factor).clamp(max=0.0)
-
-
-class RunningMoments:
-    """Mean and standard deviation of a stream of rewards over all ranks. seen: all that was taken in so far."""
-
-    def __init__(self) -> None:
-        self.seen = Moments()
-
-    @property
-    def std(self) -> float:
-        """Standard deviation with n - 1; 1 while it is not defined or zero, so that dividing changes nothing."""
-        return math.sqrt(self.seen.sample_variance) or 1.0
-
-    def update(self, values: T) -> None:
-        """Take in this rank's values (n), n >= 0. A collective: every rank must call it."""
-        self.seen = self.seen.merge(Moments.over_ranks(values))
-
-    def normalize(self, values: T, minus_mean: bool) -> T:
-        """values / std, with `minus_mean` (values - mean) / std."""
-        return (values - (self.seen.mean if minus_mean else 0.0)) / self.std
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `seen` as a mapping."""
-        self.seen = Moments(**{name: float(value) for name, value in state.items()})
 
 
 def compute_reward(

@@ -1,41 +1,49 @@
-"""Overlong penalty, running moments, and the reward of each token."""
+"""The norm by all rewards seen, and the reward of each token."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft_visual.algorithms.kl import RunningMoments, compute_reward, overlong_penalty
+from lightrft_visual.algorithms.advantages import get_advantage_calculator
+from lightrft_visual.algorithms.kl import compute_reward
+from lightrft_visual.config.vl import AlgorithmConfig
 
 
-def test_overlong_penalty_by_hand():
-    penalty = overlong_penalty(torch.tensor([0, 80, 90, 100]), max_new_tokens=100, buffer_len=20, factor=0.5)
-    assert penalty.tolist() == pytest.approx([0.0, 0.0, -0.25, -0.5])
+class TestRunningNorm:
+    @staticmethod
+    def calculator(minus_mean=True):
+        config = AlgorithmConfig(reward_running_norm=True, reward_running_norm_minus_mean=minus_mean)
+        return get_advantage_calculator("reinforce", config)
 
+    @staticmethod
+    def normed(calculator, rewards):
+        """A step's rewards as the calculator shapes them."""
+        masks = torch.ones(len(rewards), 1).bool()
+        batch = SimpleNamespace(action_mask=masks, info={}, valid=None, packed_seq_lens=None)
+        return calculator.preprocess_rewards(torch.tensor(rewards), [batch], 1)[1][0].tolist()
 
-class TestRunningMoments:
     @given(st.lists(st.lists(st.floats(-100, 100, width=32), max_size=5), min_size=1, max_size=5))
-    def test_equal_to_the_moments_of_everything_seen(self, batches):
-        running = RunningMoments()
+    def test_it_is_by_the_moments_of_all_rewards_seen(self, batches):
+        calculator = self.calculator()
         for batch in batches:
-            running.update(torch.tensor(batch))
+            self.normed(calculator, batch)
+        running = calculator.seen["running"]
         seen = torch.tensor([value for batch in batches for value in batch], dtype=torch.float64)
-        assert running.seen.count == len(seen)
+        assert running.count == len(seen)
         if len(seen) >= 2 and seen.std() > 1e-2:
-            assert running.seen.mean == pytest.approx(seen.mean().item(), abs=1e-3)
-            assert running.std == pytest.approx(seen.std().item(), rel=1e-3, abs=1e-3)
+            assert running.mean == pytest.approx(seen.mean().item(), abs=1e-3)
+            assert running.sample_variance**0.5 == pytest.approx(seen.std().item(), rel=1e-3, abs=1e-3)
 
-    def test_normalize_with_and_without_the_mean(self):
-        running = RunningMoments()
-        running.update(torch.tensor([1.0, 3.0]))
-        assert running.normalize(torch.tensor([3.0]), minus_mean=False).item() == pytest.approx(3 / 2**0.5)
-        assert running.normalize(torch.tensor([3.0]), minus_mean=True).item() == pytest.approx(1 / 2**0.5)
+    def test_with_and_without_the_mean(self):
+        assert self.normed(self.calculator(False), [1.0, 3.0]) == pytest.approx([1 / 2**0.5, 3 / 2**0.5])
+        assert self.normed(self.calculator(), [1.0, 3.0]) == pytest.approx([-1 / 2**0.5, 1 / 2**0.5])
 
-    def test_nothing_seen_or_no_spread_divides_by_one(self):
-        running = RunningMoments()
-        assert running.normalize(torch.tensor([4.0]), minus_mean=True).item() == 4.0
-        running.update(torch.tensor([2.0, 2.0, 2.0]))
-        assert running.normalize(torch.tensor([4.0]), minus_mean=True).item() == 2.0
+    def test_one_reward_and_no_spread_divide_by_one(self):
+        assert self.normed(self.calculator(False), [4.0]) == [4.0]
+        assert self.normed(self.calculator(False), [2.0, 2.0, 2.0]) == [2.0] * 3
 
 
 class TestComputeReward:
