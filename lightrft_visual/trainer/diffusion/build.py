@@ -28,7 +28,6 @@ from ...models.diffusion.forward_graphs import check_graphs
 from ...models.diffusion.opening import adapter_of, named_family, pipeline_class
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import WeightCopy
-from ...observe.images import SHEET_IMAGES
 from ...rewards.batch import RewardBatch
 from ...rewards.engine import RewardComputationEngine, check_placed
 from ...rewards.probe import plausible_media, probed
@@ -177,8 +176,7 @@ def _evaluation(
     seed = config.train.seed if output.eval_seed is None else output.eval_seed
     drawn = replace(config.sampling, same_latent=False)
     sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), drawn, seed)
-    shown = max(SHEET_IMAGES, output.records_kept)
-    return DiffusionEvaluation(sampling, prompts, rewards, shown, output.records_kept, gold)
+    return DiffusionEvaluation(sampling, prompts, rewards, output.records_kept, gold)
 
 
 def _rewards(

@@ -74,16 +74,15 @@ def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: tuple[T, 
 class DiffusionEvaluation:
     """Draws the held-out prompts with the present weights and scores them.
 
-    records_to_keep: of so many first prompts records are made; trajectories: of them are stored as rollouts. gold: a
-    judgement that training never sees, where there is one. base: thumbnails (N, 3, S, S) of what the weights before
-    training drew, and `identity` then; None before.
+    records_to_keep: of the first prompts, which are stored as rollouts. gold: a judgement that training never sees,
+    where there is one. base: thumbnails (N, 3, S, S) of what the weights before training drew, and `identity` then;
+    None before.
     """
 
     sampling: DiffusionSampling
     prompts: DrawPrompts
     rewards: RewardComputationEngine
     records_to_keep: int
-    trajectories: int
     gold: DrawingGold | None = None
     base: T | None = None
     base_identity: str | None = None
@@ -129,9 +128,9 @@ class DiffusionEvaluation:
             records = [record | {"fps": rate} for record in records]
         metrics = self._means(requests, scored, golden, real)
         metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
-        own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
-        kept = gather_all(own)
-        return Evaluated(metrics, kept[: self.trajectories], kept[:SHEET_IMAGES], paired_scores)
+        made = max(SHEET_IMAGES, self.records_to_keep)
+        kept = gather_all([record for record, (index, is_real) in zip(records, shard) if is_real and index < made])
+        return Evaluated(metrics, kept[: self.records_to_keep], kept[:SHEET_IMAGES], paired_scores)
 
     def _means(
         self, requests: DrawingBatch, scored: RewardOutput, golden: RewardOutput | None, real: T

@@ -10,7 +10,6 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig, DiffusionSampli
 from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.experience.diffusion_sampling import SamplingConfig
 from lightrft_visual.observe import metrics
-from lightrft_visual.observe.images import SHEET_IMAGES
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.diffusion import build, evaluation
 from lightrft_visual.trainer.diffusion.stages import Sampled, drawing_batch
@@ -35,7 +34,7 @@ def evaluated(reward: torch.Tensor, labels: list[str]) -> dict[str, float]:
     prompts = Rows(PromptRow(label, [], label=label) for label in labels)
     rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
     sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(labels), 3, 8, 8), 0)]  # noqa: E731
-    return evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), prompts, rewards, 0, 0).run(1)
+    return evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), prompts, rewards, 0).run(1)
 
 
 def test_an_evaluation_draws_each_prompt_from_noise_of_its_own_as_that_of_an_exported_model_does():
@@ -53,10 +52,10 @@ def test_drift_is_told_against_what_the_base_drew_for_the_same_prompts_noise_and
     rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
     settings, sampler = DiffusionSamplingConfig(), SimpleNamespace(config=SamplingConfig(4))
     sampling = SimpleNamespace(draw=drawn, settings=settings, sampler=sampler, run_seed=1)
-    first = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", []), PromptRow("b", [])]), rewards, 0, 0)
+    first = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", []), PromptRow("b", [])]), rewards, 0)
     first.run(0)
     for prompts, compared in (("ab", True), ("ac", False)):
-        resumed = evaluation.DiffusionEvaluation(sampling, Rows(PromptRow(each, []) for each in prompts), rewards, 0, 0)
+        resumed = evaluation.DiffusionEvaluation(sampling, Rows(PromptRow(each, []) for each in prompts), rewards, 0)
         resumed.base, resumed.base_identity = first.base, first.base_identity
         assert ("eval_drift" in resumed.run(1)) is compared
 
@@ -69,7 +68,7 @@ def test_videos_of_an_evaluation_are_shown_at_the_rate_of_their_model(own, plays
     rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
     family = SimpleNamespace(frame_rate=own, plays_at=plays_at)
     sampling = SimpleNamespace(draw=sampled, model=SimpleNamespace(family=family))
-    found = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", [])] * 2), rewards, 2, 1).run(1)
+    found = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", [])] * 2), rewards, 1).run(1)
     assert [record.get("fps") for record in found.sheet] == [told] * 2
 
 
@@ -78,7 +77,7 @@ def test_an_evaluation_makes_records_for_files_where_these_are_asked_for_and_a_c
     config, policy = DiffusionRunConfig(), SimpleNamespace(latent_shape=lambda *size: (4, 4, 4), device="cpu")
     config.output.save_trajectories, config.output.num_trajectories_to_save = saved, 5
     found = build._evaluation(config, SimpleNamespace(policy=policy), Rows(), None, None)
-    assert found.trajectories == kept and found.records_to_keep >= SHEET_IMAGES
+    assert found.records_to_keep == kept
 
 
 @pytest.mark.parametrize(("scores", "lost"), [([1.0, 3.0, 2.0], None), ([1.0, math.nan, 2.0], 1 / 3)])
