@@ -242,7 +242,7 @@ class DiffusionSampling:
         policy, size, host = self.model.policy, self.settings.micro_rollout_batch_size, HostCopies()
         shared, frames = self.shared(requests), self._first_frames(requests)
         graphs = None if self.edits else graphs
-        if graphs is not None and not graphs.fit(partial(self._one_forward, requests), len(requests), self.sampler):
+        if graphs is not None and not graphs.fit(partial(self.one_forward, requests), len(requests), self.sampler):
             graphs = None
         made = []
         for part in (slice(start, start + size) for start in range(0, len(requests), size)):
@@ -257,13 +257,12 @@ class DiffusionSampling:
         host.wait()
         return drawn
 
-    def _one_forward(self, requests: DrawingBatch) -> T:
-        """Of one sample, as the rollout would make it: what its graph takes."""
-        policy, one = self.model.policy, requests.select(slice(1))
-        batch = self.batch(one, self.conditions(one), 0, "noise")
-        latents = torch.zeros(1, *batch.latent_shape, device=policy.device)
+    def one_forward(self, requests: DrawingBatch, velocity: Callable[..., T] | None = None) -> T:
+        """Of the first sample, as a rollout would make it. velocity: which answers; None: the policy itself."""
+        policy, conditions = self.model.policy, self.conditions(requests.select(slice(1)))
+        latents = torch.zeros(1, *self.latent_shape, device=policy.device)
         times = torch.full((1,), TRAIN_TIMESTEPS / 2, device=policy.device)
-        return policy.velocity(latents, times, batch.conditions, batch.guidance_scale)
+        return (velocity or policy.velocity)(latents, times, conditions, self.settings.guidance_scale)
 
     @torch.no_grad()
     def _sampled(

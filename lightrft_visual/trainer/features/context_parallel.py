@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...experience.buffer import NaiveReplayBuffer
-from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.context_parallel import ContextParallel
 from ..diffusion.stages import drawing_batch
 from ..hooks import HookContext, StepHook
@@ -24,13 +23,10 @@ class ContextParallelHook(StepHook):
     def setup(self, context: HookContext) -> None:
         """One forward of the run's size. Raises ConfigError where its tokens cannot be divided. A collective."""
         parts = context.parts
-        drawing = parts.maker.engine.sampling
-        conditions = drawing.conditions(drawing_batch([parts.prompts.dataset[0]], [0], first=0))
-        latents = torch.zeros(1, *drawing.latent_shape, device=parts.policy.device)
-        time = torch.full((1,), TRAIN_TIMESTEPS / 2, device=latents.device)
+        drawing, first = parts.maker.engine.sampling, drawing_batch([parts.prompts.dataset[0]], [0], first=0)
         self.denoisers.divide()
         with torch.no_grad():
-            drawing.model.velocity(latents, time, conditions, context.config.sampling.guidance_scale)
+            drawing.one_forward(first, drawing.model.velocity)
         self.denoisers.join()
 
     def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
