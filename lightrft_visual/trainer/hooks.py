@@ -44,10 +44,11 @@ class StopRun(Exception):
         super().__init__(reason)
         self.reason, self.export = reason, export
 
-    def settle(self, state: RunState) -> str:
-        """Leave the run as it is to be found: here with a checkpoint. Returns what is said on the console."""
-        state.keep(rewound=False)
-        return f"{self.reason}; a checkpoint is saved"
+    def settle(self, state: RunState, rewound: bool = False) -> str:
+        """Leave the run as it is to be found: here with a checkpoint. Returns what is said on the console. rewound: as
+        of the last finished step."""
+        state.keep(rewound)
+        return f"{self.reason}; a checkpoint{f' of step {state.trainer.step}' if rewound else ''} is saved"
 
 
 @dataclass

@@ -227,7 +227,7 @@ class PolicyTrainer(ABC):
                             self._keep(rewound=self.step == done)
                             raise
                         except StopRun as stop:  # before the step has trained
-                            export = self._give_up(stop)
+                            export = self._end(stop, rewound=True)
                 if export is None:
                     self._check_trained()
                     export = True if self.hooks.stopping is None else self._end(self.hooks.stopping)
@@ -272,13 +272,6 @@ class PolicyTrainer(ABC):
         start_is_over()
         self.timer.collect()
 
-    def _give_up(self, stop: StopRun) -> bool:
-        """End as of the last finished step. Whether the model is written."""
-        with self.timer.phase("save"):
-            self.state.keep(rewound=True)
-        self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
-        return stop.export
-
     def _keep(self, rewound: bool) -> None:
         """Save what an error would cost, where there is a step. rewound: as of `RunState.stop`."""
         if self.step == 0:
@@ -299,9 +292,10 @@ class PolicyTrainer(ABC):
             raise self.console.output.lost  # nobody has asked for the end
         return False
 
-    def _end(self, stop: StopRun) -> bool:
+    def _end(self, stop: StopRun, rewound: bool = False) -> bool:
+        """Whether the model is written. rewound: as of the last finished step."""
         with self.timer.phase("save"):
-            said = stop.settle(self.state)
+            said = stop.settle(self.state, rewound)
         self.console.message(said)
         return stop.export
 

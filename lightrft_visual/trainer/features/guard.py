@@ -15,7 +15,7 @@ from ..run_state import RunState
 class _BackToBest(StopRun):
     """The guard's `rollback`: the run ends at the checkpoint of the best gold, whose model is exported."""
 
-    def settle(self, state: RunState) -> str:
+    def settle(self, state: RunState, rewound: bool = False) -> str:
         """The checkpoint becomes the newest one, too."""
         state.roll_back()
         trainer = state.trainer
