@@ -37,6 +37,7 @@ FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
 # Of the mean of a mixture of experts: rounding sends single tokens to other experts, which differ by a lot.
 MOE_BF16_TOLERANCE = 0.1
 COARSE_TOLERANCE = 0.3  # of the mean of an engine in fewer bits, whose rounding tis_mode corrects
+NUMERIC = "numeric, not the engine's weights or caches (a probe of the same prompts agrees)"
 STALE = "stale weight or cache (it vanishes when all weights are loaded again)"
 REFERENCE_TOLERANCE = 1e-3  # mean over tokens; the same weights in the same precision give 0
 
@@ -102,13 +103,12 @@ class ParityGate:
         """What a probe says of a rollout's difference. The engine may sleep, and the trainer hold gradients."""
         try:
             self.engine.wake()
-            if self.engine.lacks_weights:
+            anew = self.engine.lacks_weights
+            if anew:
                 self.reload()
-                fresh = self._largest(probe) <= self.tolerance
-                return STALE if fresh else self._diagnose(probe)
-            if self._largest(probe) <= self.tolerance:
-                return "numeric, not the engine's weights or caches (a probe of the same prompts agrees)"
-            return self._diagnose(probe)
+            if self._largest(probe) > self.tolerance:
+                return self._diagnose(probe)
+            return STALE if anew else NUMERIC
         except NonFiniteError:
             raise
         except Exception as error:  # such as no memory for the engine beside gradients; the finding must be said
