@@ -160,8 +160,7 @@ class _Round:
             keys = sorted(self.active)
             if prompts is not None and first and not self._any_rank(self.changed):
                 # As without an environment: the samples of a prompt are one request.
-                limit = self._limit(self.conversations[keys[0]]) if keys else 0
-                requests, n = [replace(each, limit=limit) for each in prompts], self.settings.n
+                requests, n = [replace(each, limit=self.stage.most_tokens) for each in prompts], self.settings.n
             else:
                 requests, n = [self._request(key) for key in keys], 1
             found = list(engine.generate(requests, replace(self.settings, n=n)))
@@ -249,12 +248,9 @@ class _Round:
         self.begun[number] = deepcopy(said), begun
         return begun
 
-    def _limit(self, conversation: Conversation) -> int:
-        return self.stage.most_tokens - len(conversation.token_ids)
-
     def _request(self, key: int) -> PromptFeatures:
         conversation = self.conversations[key]
-        return conversation.request(self._limit(conversation))
+        return conversation.request(self.stage.most_tokens - len(conversation.token_ids))
 
     def _sampled(self, key: int, completion: Completion) -> Future[StepResult]:
         """Take in a turn, and ask the environment."""
