@@ -100,10 +100,8 @@ class VLLMEngine(ResidentEngine):
             with apart, plain, number_of_threads_settable(), stream_of_its_own(get_accelerator()):
                 llm = LLM(**arguments, logits_processors=[rules])
         except Exception as error:
-            asked = {
-                "engine_quantization": s.quantization,
-                "engine_kwargs": ", ".join(s.extra),
-            }  # values may be secrets
+            # Of further arguments the names alone: values may be secrets.
+            asked = {"engine_quantization": s.quantization, "engine_kwargs": ", ".join(s.extra)}
             given = "".join(f", with {name} {value}" for name, value in asked.items() if value)
             raise RolloutError(f"vLLM could not load {s.model}{given}: {type(error).__name__}: {error}") from error
         if torch.get_num_threads() != threads:  # on CUDA vLLM 0.32 leaves one, for optimizers on the host too

@@ -37,12 +37,6 @@ class _Rules:
     banned_ids: list[int]
     banned: torch.Tensor | None = None  # on the device since the first use: what is made while a model loads sleeps too
 
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        scale = _scale_of(sampling_params)
-        if scale is not None and scale <= 0:
-            raise ValueError(f"{FIRST_TOKEN_SCALE} is {scale}; it must be positive")
-
     def _without_banned(self, logits: torch.Tensor) -> torch.Tensor:
         if self.banned is None:
             self.banned = torch.tensor(self.banned_ids, dtype=torch.long, device=logits.device)

@@ -32,15 +32,6 @@ def expected(logits: torch.Tensor, scales: list[float], banned: list[int] = BANN
     return wanted
 
 
-@pytest.mark.parametrize("second_runner", [False, True])
-def test_a_scale_that_is_not_positive_is_refused(second_runner):
-    rules = sampling_rules(BANNED, second_runner)
-    rules.validate_params(params())
-    rules.validate_params(params(0.1))
-    with pytest.raises(ValueError, match="must be positive"):
-        rules.validate_params(params(0.0))
-
-
 # --- first runner: rows move, and bring the list of their drawn tokens -----------------------------------------------
 
 
