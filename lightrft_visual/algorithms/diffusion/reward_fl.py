@@ -29,14 +29,6 @@ class DifferentiableScore(NamedTuple):
     valid: T
 
 
-class Denoised(NamedTuple):
-    """latents (B, …) with gradient; drift: mean squared distance of the velocity to the reference's over the steps
-    with gradient, (B), or None."""
-
-    latents: T
-    drift: T | None
-
-
 @dataclass(frozen=True)
 class RewardFL:
     """Settings of Reward FL; steps count from 0 (pure noise). See the module's docstring.
@@ -55,8 +47,11 @@ class RewardFL:
     kl_beta: float = 0.0
     target: float | None = None
 
-    def denoise(self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T) -> Denoised:
-        """From noise to data.
+    def denoise(
+        self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T
+    ) -> tuple[T, T | None]:
+        """From noise to data: latents (B, …) with gradient, and the mean squared distance (B) of the velocity to the
+        reference's over the steps with gradient, None without kl_beta.
 
         Args:
             context: whose `velocity` is asked.
@@ -78,7 +73,7 @@ class RewardFL:
                     v = context.velocity(*inputs)
             following = 0.0 if step == self.final_timestep else sigmas[step + 1]
             x = euler_step(x, v, sigmas[step], following)
-        return Denoised(x, torch.stack(drifts).mean(dim=0) if drifts else None)
+        return x, torch.stack(drifts).mean(dim=0) if drifts else None
 
     def loss(
         self, context: LossContext, start: T, conditions: dict[str, T], schedule: tuple[T, T],
@@ -95,8 +90,8 @@ class RewardFL:
             denominator: samples of the whole update. Invalid ones are among them: how many there are is known when
                 all are scored, and each micro-batch's gradient is made before.
         """
-        denoised = self.denoise(context, start, conditions, *schedule)
-        media = context.policy.decode(denoised.latents)
+        latents, drift = self.denoise(context, start, conditions, *schedule)
+        media = context.policy.decode(latents)
         scored = reward(media)
         if media.requires_grad:
             media.register_hook(partial(_of_valid, scored.valid))  # the scores themselves would keep their own graph
@@ -106,10 +101,10 @@ class RewardFL:
             means["target_share"] = weighted_mean((scores.detach() >= self.target).float(), scored.valid)
             scores = scores.clamp(max=self.target)
         losses = -self.weight * (scores - self.score_mean) / self.score_std
-        if denoised.drift is not None:
-            losses = losses + self.kl_beta * denoised.drift
-            means["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)
-        nothing = 0 * denoised.latents.float().mean()  # scores need no graph where none of them is valid
+        if drift is not None:
+            losses = losses + self.kl_beta * drift
+            means["kl"] = weighted_mean(drift.detach(), scored.valid)
+        nothing = 0 * latents.float().mean()  # scores need no graph where none of them is valid
         return LossOutputs(_of_valid(scored.valid, losses).sum() / denominator + nothing, means=means)
 
 

@@ -193,12 +193,9 @@ class DiffusionSampling:
         s = self.settings
         return self.model.policy.latent_shape(s.height, s.width, s.num_frames)
 
-    def conditions(self, requests: DrawingBatch) -> dict[str, T]:
-        """Embedded prompts, the negative one under guidance, and images where the family takes them."""
-        return self.on_device(self.encoded(requests))
-
     def encoded(self, requests: DrawingBatch) -> list[Conditions]:
-        """The same of each sample, (1, …) on the host, for micro-batches of them: the encoders work once."""
+        """Embedded prompts, the negative one under guidance, and images where the family takes them: of each sample,
+        (1, …) on the host, for micro-batches of them. The encoders work once."""
         return [shared | frame for shared, frame in zip(self.shared(requests), self._first_frames(requests))]
 
     def on_device(self, conditions: list[Conditions]) -> Conditions:
@@ -259,7 +256,7 @@ class DiffusionSampling:
 
     def one_forward(self, requests: DrawingBatch, velocity: Callable[..., T] | None = None) -> T:
         """Of the first sample, as a rollout would make it. velocity: which answers; None: the policy itself."""
-        policy, conditions = self.model.policy, self.conditions(requests.select(slice(1)))
+        policy, conditions = self.model.policy, self.on_device(self.encoded(requests.select(slice(1))))
         latents = torch.zeros(1, *self.latent_shape, device=policy.device)
         times = torch.full((1,), TRAIN_TIMESTEPS / 2, device=policy.device)
         return (velocity or policy.velocity)(latents, times, conditions, self.settings.guidance_scale)

@@ -5,7 +5,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import one_hot
@@ -159,13 +158,6 @@ def _moved(experience: ExperienceDiffusion, to_device: Callable[[T], T]) -> Expe
     return moved
 
 
-class PlannedUpdate(NamedTuple):
-    """micro_batches: of this rank; samples: valid ones of the update over all ranks, at least one is counted."""
-
-    micro_batches: list[MicroBatch]
-    samples: int
-
-
 def step_slices(experts: Sequence[Hashable], steps_per_forward: int) -> list[slice]:
     """Columns of a plan that share a forward: at most `steps_per_forward`, and all of the same experts.
 
@@ -182,8 +174,9 @@ def step_slices(experts: Sequence[Hashable], steps_per_forward: int) -> list[sli
 
 def plan_updates(
     buffer: NaiveReplayBuffer, steps: Sequence[Sequence[MicroBatch]], only_advantages_count: bool
-) -> list[PlannedUpdate]:
-    """The updates of one pass over the buffer, whose samples are counted together. A collective.
+) -> list[tuple[list[MicroBatch], int]]:
+    """The updates of one pass over the buffer, whose samples are counted together: of each the micro-batches of this
+    rank, and the valid samples over all ranks, of which at least one is counted. A collective.
 
     Args:
         buffer: with the samples.
@@ -199,7 +192,7 @@ def plan_updates(
         kept.append(own)
         counts.append((left_out + sum(bool(buffer[index].valid) for index in planned)) * buffer.counts)
     totals = collectives.all_reduce_sum(torch.tensor(counts)).tolist()
-    return [PlannedUpdate(own, max(total, 1)) for own, total in zip(kept, totals)]
+    return [(own, max(total, 1)) for own, total in zip(kept, totals)]
 
 
 def without_zero_advantages(

@@ -144,9 +144,7 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
 
 
 def with_environment_reward(config: RunConfig) -> RunConfig:
-    """The configuration itself, or where it names an environment and no reward, with that of the environment."""
-    named = config.episodes.environment is not None and not config.reward.given
-    own = config.data.prompt_data in registry.tasks and registry.tasks[config.data.prompt_data].reward is not None
-    if not named or own:
+    """The configuration itself, or where it names an environment and has no reward, with that of the environment."""
+    if config.episodes.environment is None or config.reward.given:
         return config
     return replace(config, reward=replace(config.reward, components={"environment": 1.0}))

@@ -85,7 +85,7 @@ def test_the_distance_to_the_reference_is_a_mean_over_the_steps_with_gradient():
         return torch.full_like(x, 3.0 if torch.is_grad_enabled() else 1.0)  # the reference is asked without gradient
 
     context = LossContext(velocity, SimpleNamespace(reference=nullcontext, trains_at=lambda timestep: True))
-    assert RewardFL(kl_beta=0.1).denoise(context, latents(), {}, *SCHEDULE).drift.tolist() == [4.0] * 3
+    assert RewardFL(kl_beta=0.1).denoise(context, latents(), {}, *SCHEDULE)[1].tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("trained", ("high", "low"))
@@ -131,7 +131,7 @@ def test_an_invalid_score_without_a_finite_derivative_leaves_the_others_gradient
 def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
     model, start = TwoExperts(), latents().requires_grad_(True)
     with torch.no_grad():
-        final = RewardFL().denoise(LossContext(model, model), start, {}, *SCHEDULE).latents
+        final = RewardFL().denoise(LossContext(model, model), start, {}, *SCHEDULE)[0]
     scores = reward(model.decode(final)).scores[:2]  # the third is invalid
     settings = RewardFL(target=scores.mean().item())
     outcome = loss_of(model, settings, start)

@@ -324,7 +324,7 @@ def test_an_update_without_a_valid_sample_has_a_zero_gradient():
     assert found and not any(gradient.any() for gradient in found)  # nor is one NaN
     buffer = NaiveReplayBuffer(2)
     buffer.append(experience)
-    assert [planned.samples for planned in plan_updates(buffer, buffer.plan(0), False)] == [1]
+    assert [samples for _, samples in plan_updates(buffer, buffer.plan(0), False)] == [1]
 
 
 def test_only_the_trained_steps_of_a_window_keep_their_graph_where_that_is_less_work_than_a_replay():
