@@ -9,6 +9,7 @@ from functools import partial
 from ...config.diffusion import DiffusionRunConfig
 from ...rollout.diffusion_sampler import FLOW_RULES
 from .awm import AWM
+from .context import training_guidance
 from .crd import CenteredReward
 from .ddpo import DDPO, DPOK
 from .diffusion_dpo import PAIR
@@ -22,11 +23,6 @@ from .rwr import RewardWeighted
 from .temp_flow_grpo import TempFlowGRPO
 
 Loss = FlowGRPO | DiffusionNFT | AWM | RewardWeighted | GroupPreference | CenteredReward | RewardFL
-
-
-def training_guidance(config: DiffusionRunConfig) -> float:
-    """Guidance scale of the training forward: the rollout's, or none without cfg_in_training or rollouts."""
-    return config.sampling.guidance_scale if config.algorithm.cfg_in_training and not config.offline else 1.0
 
 
 def _clipped(kind: type[FlowGRPO], config: DiffusionRunConfig) -> FlowGRPO:
@@ -44,6 +40,7 @@ def _clipped(kind: type[FlowGRPO], config: DiffusionRunConfig) -> FlowGRPO:
     )
 
 
+awm, crd, diffusion_nft, reward_fl, rwr = AWM, CenteredReward, DiffusionNFT, RewardFL, RewardWeighted
 flow_grpo = dance_grpo = partial(_clipped, FlowGRPO)
 temp_flow_grpo = partial(_clipped, TempFlowGRPO)
 ddpo = partial(_clipped, DDPO)
@@ -54,38 +51,6 @@ diffusion_opd = partial(_clipped, OnPolicyDistillation)
 def flow_dppo(config: DiffusionRunConfig) -> FlowGRPO:
     """Flow-DPPO's loss: a mask by the divergence in the place of the clip."""
     return replace(_clipped(FlowDPPO, config), threshold=config.algorithm.dppo_threshold)
-
-
-def diffusion_nft(config: DiffusionRunConfig) -> DiffusionNFT:
-    """DiffusionNFT's loss."""
-    algorithm = config.algorithm
-    return DiffusionNFT(
-        beta=algorithm.nft_beta,
-        adv_max=algorithm.adv_clip_max,
-        adv_mode=algorithm.adv_mode,
-        kl_beta=algorithm.nft_kl_beta,
-        guidance_scale=training_guidance(config),
-    )
-
-
-def awm(config: DiffusionRunConfig) -> AWM:
-    """AWM's loss."""
-    algorithm = config.algorithm
-    return AWM(
-        weighting=algorithm.awm_weighting,
-        power=algorithm.awm_power,
-        clip_range=algorithm.clip_range,
-        adv_max=algorithm.adv_clip_max,
-        beta=algorithm.beta,
-        old_beta=algorithm.old_beta,
-        guidance_scale=training_guidance(config),
-    )
-
-
-def rwr(config: DiffusionRunConfig) -> RewardWeighted:
-    """The loss of reward-weighted regression."""
-    algorithm = config.algorithm
-    return RewardWeighted(algorithm.rwr_temperature, algorithm.beta, training_guidance(config))
 
 
 def dgpo(config: DiffusionRunConfig) -> GroupPreference:
@@ -102,26 +67,4 @@ def _preference(config: DiffusionRunConfig, size: int, scale: float) -> GroupPre
     algorithm = config.algorithm
     return GroupPreference(
         algorithm.dpo_beta, size, scale, algorithm.dpo_reference, algorithm.beta, training_guidance(config)
-    )
-
-
-def crd(config: DiffusionRunConfig) -> CenteredReward:
-    """CRD's loss on the groups of prompts."""
-    algorithm = config.algorithm
-    return CenteredReward(algorithm.crd_beta, algorithm.adv_clip_max, algorithm.beta, training_guidance(config))
-
-
-def reward_fl(config: DiffusionRunConfig) -> RewardFL:
-    """Reward FL's loss, which also knows the steps that may carry gradient."""
-    algorithm = config.algorithm
-    return RewardFL(
-        num_inference_steps=config.sampling.num_steps,
-        mid_timestep=algorithm.mid_timestep,
-        final_timestep=algorithm.final_timestep,
-        guidance_scale=training_guidance(config),
-        weight=algorithm.reward_fl_weight,
-        score_mean=algorithm.score_mean,
-        score_std=algorithm.score_std,
-        kl_beta=algorithm.beta,
-        target=algorithm.score_target,
     )

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ...config.diffusion import DiffusionRunConfig
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
 from ...rollout.diffusion_sampler import draw_noise, per_sample
@@ -93,6 +94,18 @@ class DiffusionLoss(Protocol):
                 up to one batch.
         """
         ...
+
+
+def training_guidance(config: DiffusionRunConfig) -> float:
+    """Guidance scale of the training forward: the rollout's, or none without cfg_in_training or rollouts."""
+    return config.sampling.guidance_scale if config.algorithm.cfg_in_training and not config.offline else 1.0
+
+
+class ConfiguredLoss(DiffusionLoss):
+    """A loss that reads its settings, by their names, of the configuration of a run."""
+
+    def __init__(self, config: DiffusionRunConfig) -> None:
+        self.settings, self.guidance_scale = config.algorithm, training_guidance(config)
 
 
 def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:

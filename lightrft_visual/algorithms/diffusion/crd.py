@@ -14,12 +14,10 @@ c0 = 1e-4 / kl_beta: good samples are held to the reference the most. As DGPO's,
 the means are known.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, asked, scaled_error, squared_error, summed, weighted_mean
+from .context import ConfiguredLoss, LossContext, asked, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .nft import optimality
 from .preference import sums_of_groups
@@ -28,14 +26,9 @@ T = torch.Tensor
 LEAST_KL = 1e-4  # weight of the KL of a sample of reward 0
 
 
-@dataclass(frozen=True)
-class CenteredReward(DiffusionLoss):
-    """The loss above; `context.old` holds the rollout weights. kl_beta 0: no KL."""
-
-    beta: float = 1.0
-    adv_max: float = 5.0
-    kl_beta: float = 0.1
-    guidance_scale: float = 1.0
+class CenteredReward(ConfiguredLoss):
+    """The loss above with crd_beta, adv_clip_max and, as kl_beta, beta: 0 is no KL. `context.old` holds the rollout
+    weights."""
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid samples / denominator.
@@ -46,16 +39,16 @@ class CenteredReward(DiffusionLoss):
                 where the batch holds whole groups.
             denominator: that of the update.
         """
-        inputs, target = asked(context, batch, self.guidance_scale)
+        s, (inputs, target) = self.settings, asked(context, batch, self.guidance_scale)
         v_old = context.by_rollouts(inputs)
-        v_base = context.by_reference(inputs) if self.kl_beta > 0 else None
+        v_base = context.by_reference(inputs) if s.beta > 0 else None
         v = context.velocity(*inputs)
-        reward = optimality(batch.advantages, self.adv_max)
+        reward = optimality(batch.advantages, s.adv_clip_max)
         implicit = scaled_error(v_old, target) - scaled_error(v, target)
-        gap = self.beta * implicit - reward
+        gap = s.crd_beta * implicit - reward
         sums = sums_of_groups(_terms(gap, batch), batch) if batch.coupling is None else batch.coupling
         centered = gap - sums[:, 0] / sums[:, 1].clamp_min(1)
-        losses = centered.square() * self.adv_max / self.beta
+        losses = centered.square() * s.adv_clip_max / s.crd_beta
         means = {
             "implicit_reward": weighted_mean(implicit.detach(), batch.valid),
             "reward_gap": weighted_mean(centered.detach().square(), batch.valid),
@@ -63,8 +56,8 @@ class CenteredReward(DiffusionLoss):
         }
         if v_base is None:
             return summed(losses, batch.valid, denominator, means)
-        least = min(LEAST_KL / self.kl_beta, 1.0)
-        kl_weight = self.kl_beta * (least + (1 - least) * reward)
+        least = min(LEAST_KL / s.beta, 1.0)
+        kl_weight = s.beta * (least + (1 - least) * reward)
         return summed(losses, batch.valid, denominator, means, squared_error(v, v_base), kl_weight)
 
     @torch.no_grad()
@@ -73,7 +66,8 @@ class CenteredReward(DiffusionLoss):
         inputs, target = asked(context, batch, self.guidance_scale)
         implicit = scaled_error(context.by_rollouts(inputs), target)
         implicit = implicit - scaled_error(context.velocity(*inputs), target)
-        return _terms(self.beta * implicit - optimality(batch.advantages, self.adv_max), batch)
+        reward = optimality(batch.advantages, self.settings.adv_clip_max)
+        return _terms(self.settings.crd_beta * implicit - reward, batch)
 
 
 def _terms(gap: T, batch: DenoisingBatch) -> T:

@@ -4,13 +4,11 @@ The rollout policy `old` splits the update into a positive and a negative branch
 and no trajectory is needed. `old` then follows the trained weights with a decay.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ...rollout.diffusion_sampler import per_sample
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, asked, scaled_error, squared_error, summed, weighted_mean
+from .context import ConfiguredLoss, LossContext, asked, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
@@ -67,27 +65,20 @@ def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 
     return (r * positive + (1 - r) * negative) / beta * adv_max
 
 
-@dataclass(frozen=True)
-class DiffusionNFT(DiffusionLoss):
+class DiffusionNFT(ConfiguredLoss):
     """Loss of DiffusionNFT on rows of ODE rollouts; `context.old` holds the rollout weights."""
-
-    beta: float = 1.0
-    adv_max: float = 5.0
-    adv_mode: str = "all"
-    kl_beta: float = 1e-4
-    guidance_scale: float = 1.0
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator."""
-        inputs, _ = asked(context, batch, self.guidance_scale)
+        s, (inputs, _) = self.settings, asked(context, batch, self.guidance_scale)
         v_old = context.by_rollouts(inputs)
-        v_reference = context.by_reference(inputs) if self.kl_beta > 0 else None
+        v_reference = context.by_reference(inputs) if s.nft_kl_beta > 0 else None
         v = context.velocity(*inputs)
-        r = optimality(batch.advantages, self.adv_max, self.adv_mode)
-        losses = nft_loss(v, v_old, inputs[0], batch.data, batch.sigma, r, beta=self.beta, adv_max=self.adv_max)
+        r = optimality(batch.advantages, s.adv_clip_max, s.adv_mode)
+        losses = nft_loss(v, v_old, inputs[0], batch.data, batch.sigma, r, beta=s.nft_beta, adv_max=s.adv_clip_max)
         means = {
             "optimality": weighted_mean(r, batch.valid),
             "old_deviation": weighted_mean(squared_error(v.detach(), v_old), batch.valid),
         }
         kl = None if v_reference is None else squared_error(v, v_reference)
-        return summed(losses, batch.valid, denominator, means, kl, self.kl_beta)
+        return summed(losses, batch.valid, denominator, means, kl, s.nft_kl_beta)

@@ -7,17 +7,16 @@ either.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...config.diffusion import gradient_steps
+from ...config.diffusion import DiffusionRunConfig, gradient_steps
 from ...rollout.diffusion_sampler import euler_step
 from ...runtime.host_copies import to_device
 from ..loss_terms import LossOutputs
-from .context import LossContext, squared_error, weighted_mean
+from .context import LossContext, squared_error, training_guidance, weighted_mean
 
 T = torch.Tensor
 
@@ -29,49 +28,43 @@ class DifferentiableScore(NamedTuple):
     valid: T
 
 
-@dataclass(frozen=True)
 class RewardFL:
-    """Settings of Reward FL; steps count from 0 (pure noise). See the module's docstring.
+    """The loss by the settings of Reward FL; steps count from 0 (pure noise). See the module's docstring.
 
-    target: a score that is enough. An image that reaches it has no gradient, as in ReFL's hinge max(0, target - score),
-    so that good images are not pulled on to the one that the reward likes most. None pulls on all of them.
+    score_target: a score that is enough. An image that reaches it has no gradient, as in ReFL's hinge
+    max(0, target - score), so that good images are not pulled on to the one that the reward likes most. None pulls on
+    all of them.
     """
 
-    num_inference_steps: int = 8
-    mid_timestep: int = 4
-    final_timestep: int = 7
-    guidance_scale: float = 1.0
-    weight: float = 1.0
-    score_mean: float = 0.0
-    score_std: float = 1.0
-    kl_beta: float = 0.0
-    target: float | None = None
+    def __init__(self, config: DiffusionRunConfig) -> None:
+        self.settings, self.num_steps = config.algorithm, config.sampling.num_steps
+        self.guidance_scale = training_guidance(config)
 
     def denoise(
         self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T
     ) -> tuple[T, T | None]:
         """From noise to data: latents (B, …) with gradient, and the mean squared distance (B) of the velocity to the
-        reference's over the steps with gradient, None without kl_beta.
+        reference's over the steps with gradient, None without beta.
 
         Args:
             context: whose `velocity` is asked.
             start: (B, …) noise.
             conditions: (B, …) each.
-            timesteps: (K), K = num_inference_steps.
+            timesteps: (K), K = num_steps.
             sigmas: (K), of the same steps.
         """
-        x, drifts = start, []
-        differentiated = gradient_steps(self.num_inference_steps, self.mid_timestep, self.final_timestep)
-        for step in range(self.final_timestep + 1):
+        x, drifts, s = start, [], self.settings
+        differentiated = gradient_steps(self.num_steps, s.mid_timestep, s.final_timestep)
+        for step in range(s.final_timestep + 1):
             inputs = (x, to_device(timesteps[step].expand(len(x)), x.device), conditions, self.guidance_scale)
             if step in differentiated and context.policy.trains_at(timesteps[step]):
                 v = context.velocity(*inputs)
-                if self.kl_beta > 0:
+                if s.beta > 0:
                     drifts.append(squared_error(v, context.by_reference(inputs)))
             else:
                 with torch.no_grad():
                     v = context.velocity(*inputs)
-            following = 0.0 if step == self.final_timestep else sigmas[step + 1]
+            following = 0.0 if step == s.final_timestep else sigmas[step + 1]
             x = euler_step(x, v, sigmas[step], following)
         return x, torch.stack(drifts).mean(dim=0) if drifts else None
 
@@ -79,7 +72,7 @@ class RewardFL:
         self, context: LossContext, start: T, conditions: dict[str, T], schedule: tuple[T, T],
         reward: Callable[[T], DifferentiableScore], denominator: float | T,
     ) -> LossOutputs:  # fmt: skip
-        """-weight (min(score, target) - mean) / std + kl_beta |v - v_ref|², over valid samples / denominator.
+        """-reward_fl_weight (min(score, target) - mean) / std + beta |v - v_ref|², over valid samples / denominator.
 
         Args:
             context: the model, which also decodes, and its reference.
@@ -90,6 +83,7 @@ class RewardFL:
             denominator: samples of the whole update. Invalid ones are among them: how many there are is known when
                 all are scored, and each micro-batch's gradient is made before.
         """
+        s = self.settings
         latents, drift = self.denoise(context, start, conditions, *schedule)
         media = context.policy.decode(latents)
         scored = reward(media)
@@ -97,12 +91,12 @@ class RewardFL:
             media.register_hook(partial(_of_valid, scored.valid))  # the scores themselves would keep their own graph
         scores = scored.scores
         means = {"reward": weighted_mean(scores.detach(), scored.valid)}
-        if self.target is not None:
-            means["target_share"] = weighted_mean((scores.detach() >= self.target).float(), scored.valid)
-            scores = scores.clamp(max=self.target)
-        losses = -self.weight * (scores - self.score_mean) / self.score_std
+        if s.score_target is not None:
+            means["target_share"] = weighted_mean((scores.detach() >= s.score_target).float(), scored.valid)
+            scores = scores.clamp(max=s.score_target)
+        losses = -s.reward_fl_weight * (scores - s.score_mean) / s.score_std
         if drift is not None:
-            losses = losses + self.kl_beta * drift
+            losses = losses + s.beta * drift
             means["kl"] = weighted_mean(drift.detach(), scored.valid)
         nothing = 0 * latents.float().mean()  # scores need no graph where none of them is valid
         return LossOutputs(_of_valid(scored.valid, losses).sum() / denominator + nothing, means=means)

@@ -4,34 +4,27 @@ The plain baseline that DDPO's authors compare with (RWR, arXiv 2305.13301, sect
 and Lee et al. (arXiv 2302.12192).
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, asked, squared_error, summed, weighted_mean
+from .context import ConfiguredLoss, LossContext, asked, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
 
 
-@dataclass(frozen=True)
-class RewardWeighted(DiffusionLoss):
-    """exp(A / temperature) times the matching error of each finished sample; beta as in Flow-GRPO, on velocities."""
-
-    temperature: float = 1.0
-    beta: float = 0.0
-    guidance_scale: float = 1.0
+class RewardWeighted(ConfiguredLoss):
+    """exp(A / rwr_temperature) times the matching error of each finished sample; beta: of a KL by velocities."""
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator."""
-        inputs, target = asked(context, batch, self.guidance_scale)
-        reference = context.by_reference(inputs) if self.beta > 0 else None
+        s, (inputs, target) = self.settings, asked(context, batch, self.guidance_scale)
+        reference = context.by_reference(inputs) if s.beta > 0 else None
         v = context.velocity(*inputs)
-        error, weights = squared_error(v, target), (batch.advantages / self.temperature).exp()
+        error, weights = squared_error(v, target), (batch.advantages / s.rwr_temperature).exp()
         means = {
             "matching_error": weighted_mean(error.detach(), batch.valid),
             "sample_weight": weighted_mean(weights, batch.valid),
         }
         kl = None if reference is None else squared_error(v, reference)
-        return summed(weights * error, batch.valid, denominator, means, kl, self.beta)
+        return summed(weights * error, batch.valid, denominator, means, kl, s.beta)

@@ -20,12 +20,19 @@ from lightrft_visual.algorithms.diffusion.diffusion_dpo import PAIR, ranked_pair
 from lightrft_visual.algorithms.diffusion.nft import DiffusionNFT
 from lightrft_visual.algorithms.diffusion.preference import GroupPreference, sums_of_groups
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
+from lightrft_visual.config.algorithm import DiffusionAlgorithmConfig
 
 SHAPE = (3, 2, 2)
 
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def of(kind, **settings):
+    """A loss by these settings of the algorithm."""
+    own = DiffusionAlgorithmConfig(**{"beta": 0.0, "clip_range": 1.0} | settings)
+    return kind(SimpleNamespace(algorithm=own, sampling=SimpleNamespace(guidance_scale=1.0), offline=False))
 
 
 class Answers:
@@ -112,12 +119,12 @@ def test_no_error_over_its_own_size_is_none():
 
 def test_weightings_by_hand():
     error, sigma = torch.tensor([0.0016, 16.0]).double(), torch.tensor([0.5, 0.25]).double()
-    assert AWM("uniform").log_prob(error, sigma).tolist() == pytest.approx([-0.0016, -16])
-    assert AWM("time").log_prob(error, sigma).tolist() == pytest.approx([-0.0008, -4])
-    assert AWM("time_squared").log_prob(error, sigma).tolist() == pytest.approx([-0.0004, -1])
+    assert of(AWM, awm_weighting="uniform").log_prob(error, sigma).tolist() == pytest.approx([-0.0016, -16])
+    assert of(AWM, awm_weighting="time").log_prob(error, sigma).tolist() == pytest.approx([-0.0008, -4])
+    assert of(AWM, awm_weighting="time_squared").log_prob(error, sigma).tolist() == pytest.approx([-0.0004, -1])
     tiny = 1e-10**0.25
     huber = [-0.5 * (0.2 - tiny) / 0.25, -0.25 * (2 - tiny) / 0.25]
-    assert AWM("huber").log_prob(error, sigma).tolist() == pytest.approx(huber, rel=1e-6)
+    assert of(AWM).log_prob(error, sigma).tolist() == pytest.approx(huber, rel=1e-6)
 
 
 @pytest.mark.parametrize("prediction", ("flow", "epsilon"))
@@ -126,7 +133,7 @@ def test_awm_loss_by_the_papers_formula(prediction, clip):
     """max(-A r, -A clip(r)) + beta |v - v_ref|² + old_beta |v - v_old|², r = exp(-w |v - u|² + w |v_old - u|²)."""
     policy, batch = Answers(3, prediction), rows([10.0, -1.0, 2.0], valid=[True, True, False])
     context = policy.context()
-    loss = AWM("time", clip_range=clip, adv_max=5.0, beta=0.2, old_beta=0.3)
+    loss = of(AWM, awm_weighting="time", clip_range=clip, beta=0.2, old_beta=0.3)
     found = loss.loss(context, batch, 2.0)
     target = asked(context, batch, 1.0)[1]
 
@@ -149,7 +156,7 @@ def test_awm_at_the_rollout_policy_is_pretrainings_gradient_times_the_advantage(
     policy, batch = Answers(2), rows([5.0, -2.5])
     policy.kept["old"] = policy.own.detach().clone()
     context = policy.context()
-    AWM("uniform").loss(context, batch, 1.0).loss.backward()
+    of(AWM, awm_weighting="uniform").loss(context, batch, 1.0).loss.backward()
     expected = torch.autograd.grad(
         (torch.tensor([1.0, -0.5]).double() * squared_error(policy.own, asked(context, batch, 1.0)[1])).sum(),
         policy.own,
@@ -157,11 +164,11 @@ def test_awm_at_the_rollout_policy_is_pretrainings_gradient_times_the_advantage(
     torch.testing.assert_close(policy.own.grad, expected)
 
 
-@pytest.mark.parametrize("loss", (AWM(), CenteredReward(kl_beta=0.0), DiffusionNFT()))
+@pytest.mark.parametrize("loss", (AWM, CenteredReward, DiffusionNFT))
 def test_losses_ask_for_the_rollout_policy(loss):
     policy = Answers(1)
     with pytest.raises(ValueError, match="rollout policy"):
-        loss.loss(LossContext(policy, policy), rows([1.0]), 1.0)
+        of(loss).loss(LossContext(policy, policy), rows([1.0]), 1.0)
 
 
 # -- reward-weighted regression ----------------------------------------------------------------------------------
@@ -171,7 +178,7 @@ def test_losses_ask_for_the_rollout_policy(loss):
 def test_reward_weighted_regression_by_hand(prediction):
     policy, batch = Answers(2, prediction), rows([1.0, -0.5])
     context = policy.context()
-    found = RewardWeighted(temperature=0.5, beta=0.1).loss(context, batch, 2.0)
+    found = of(RewardWeighted, rwr_temperature=0.5, beta=0.1).loss(context, batch, 2.0)
     target = asked(context, batch, 1.0)[1]
     error = ((policy.own - target) ** 2).flatten(1).mean(1)
     kl = ((policy.own - policy.kept["base"]) ** 2).flatten(1).mean(1)
@@ -254,13 +261,13 @@ def test_crd_is_the_authors_form(prediction, kl_beta):
     groups, valid = [4, 4, 4, 2, 2, 2, 1], [True] * 5 + [False] * 2
     batch = rows([1.0, -0.25, -9.0, 2.0, -1.5, 0.0, 1.0], groups=groups, valid=valid)
     context = policy.context()
-    found = CenteredReward(2.0, 5.0, kl_beta).loss(context, batch, 3.0)
+    found = of(CenteredReward, crd_beta=2.0, beta=kl_beta).loss(context, batch, 3.0)
     expected = crd_loss(policy, context, batch, 2.0, 5.0, kl_beta) / 3.0
     mine = gradient_where_equal(found.loss, expected, policy)
     assert mine[:5].flatten(1).abs().max(dim=1).values.min() > 1e-4 and not mine[5].any()
 
 
-@pytest.mark.parametrize("loss", [GroupPreference(4.0, 3, 1 / 4.0), CenteredReward()], ids=["dgpo", "crd"])
+@pytest.mark.parametrize("loss", [GroupPreference(4.0, 3, 1 / 4.0), of(CenteredReward, beta=0.1)], ids=["dgpo", "crd"])
 def test_a_group_that_is_cut_gives_the_same_gradient(loss):
     """By the sums of whole groups; the reference of preferences is not asked again."""
     preference = not isinstance(loss, CenteredReward)
