@@ -6,7 +6,7 @@ from PIL import Image, ImageDraw
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.rollout.builtin.calculator import evaluate
 from lightrft_visual.rollout.builtin.click import INK, Click
-from lightrft_visual.rollout.builtin.zoom import LEAST_SIDE, enlarged, pixel_box
+from lightrft_visual.rollout.builtin.zoom import LEAST_SIDE, Zoom, pixel_box
 from lightrft_visual.rollout.environments import Action, ToolCall, environment_factory
 
 
@@ -58,8 +58,13 @@ def test_zoom_on_a_bad_box_is_answered_by_an_error_text(arguments, told):
 
 
 def test_region_of_a_tiny_image_has_at_least_the_side_that_models_take_and_a_sliver_is_refused():
-    assert enlarged(Image.new("RGB", (4, 2)), [0, 0, 1, 1]).size == (2 * LEAST_SIDE, LEAST_SIDE)
-    assert enlarged(quarters(), [0, 0, 50, 25], side=112).size == (112, 56)
+    for image, box, side, size in (
+        (Image.new("RGB", (4, 2)), [0, 0, 1, 1], None, (2 * LEAST_SIDE, LEAST_SIDE)),
+        (quarters(), [0, 0, 50, 25], 112, (112, 56)),
+    ):
+        zoom = Zoom(side)
+        zoom.reset({"images": [image]})
+        assert zoom.zoom(box).size == size
     with pytest.raises(ValueError, match="times as long as wide"):
         pixel_box([0, 0, 500, 1], (500, 500))
 

@@ -32,7 +32,11 @@ class Zoom(ToolEnvironment):
             box: left, top, right and bottom of the region, in pixels, or all from 0 to 1 in shares of the image's sides
             image: which image, counted from 1
         """
-        return enlarged(self.image(image), box, self.side)
+        whole = self.image(image)
+        region = whole.crop(pixel_box(box, whole.size))
+        scale = max((self.side or max(whole.size)) / max(region.size), LEAST_SIDE / min(region.size))
+        size = [max(LEAST_SIDE, round(length * scale)) for length in region.size]
+        return region.resize(size, Image.Resampling.BICUBIC)
 
     def image(self, number: int) -> Image.Image:
         """An image of the row, counted from 1. Raises ValueError where there is none."""
@@ -40,23 +44,6 @@ class Zoom(ToolEnvironment):
         if not 1 <= number <= len(images):
             raise ValueError(f"there is no image {number}; there are {len(images)}")
         return load_image(images[number - 1])
-
-
-def enlarged(image: Image.Image, box: list[float], side: int | None = None) -> Image.Image:
-    """A region of an image.
-
-    Args:
-        image: as the row brings it.
-        box: see `Zoom`.
-        side: pixels of the result's longer side; None: those of the image's longer side.
-
-    Raises:
-        ValueError: for a box that is none.
-    """
-    region = image.crop(pixel_box(box, image.size))
-    scale = (side or max(image.size)) / max(region.size)
-    scale = max(scale, LEAST_SIDE / min(region.size))
-    return region.resize([max(LEAST_SIDE, round(length * scale)) for length in region.size], Image.Resampling.BICUBIC)
 
 
 def pixel_box(box: list[float], size: tuple[int, int]) -> tuple[int, int, int, int]:
