@@ -93,7 +93,7 @@ def balanced(refs: Sequence[R], shares: Sequence[int]) -> dict[R, int]:
     return targets
 
 
-def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
+def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
     """Rollouts of each prompt together, by group id, in order of first appearance."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:

@@ -14,6 +14,7 @@ from ...observe.metrics import MetricsAccumulator
 from ...runtime import collectives
 from ...runtime.sequence import own_scores
 from ..hooks import StepData, StepHook
+from .dynamic_sampling import by_group
 
 NAME = "image_dependence"
 MOVED = 0.1  # nats by which the log-prob of a sampled token, or the entropy, must move
@@ -48,10 +49,8 @@ class ImageDependenceHook(StepHook):
     def measure(self, rollouts: Sequence[Rollout], metrics: MetricsAccumulator) -> None:
         """Add the share of tokens that depend on the image: `image_dependence` over responses to prompts with images or
         videos, and `image_dependence_<label>` over all of a label. Every rank calls it, with one rollout or more."""
-        first: dict[int, Rollout] = {}
-        for rollout in rollouts:
-            first.setdefault(rollout.prompt.group_id, rollout)
-        chosen, size = list(first.values())[:PROMPTS], max(1, self.micro_batch_size // 2)
+        first = [group[0] for group in by_group(rollouts).values()]
+        chosen, size = first[:PROMPTS], max(1, self.micro_batch_size // 2)
         parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
         most = int(collectives.all_reduce_max(torch.tensor(float(len(parts)), device=self.device)).item())
         for number in range(most):  # a rank with fewer parts keeps step: ZeRO-3 gathers weights on all at once

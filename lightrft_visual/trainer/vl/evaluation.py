@@ -111,8 +111,10 @@ class Evaluation:
         metrics = dict(sorted(means_over_ranks(values).items(), key=lambda item: (item[0] not in TOTALS, item[0])))
         if not metrics.get("eval_invalid_share"):
             metrics.pop("eval_invalid_share", None)
-        else:
-            _say_left_out(sampled, metrics["eval_invalid_share"])
+        else:  # and why this rank's episodes have none
+            told = "%.0f%% of the evaluated responses have no usable reward and are left out%s"
+            why = _reasons_of([each.episode for each in sampled if not each.valid and each.episode is not None])
+            log.warning(told, 100 * metrics["eval_invalid_share"], why)
         if self.samples is not None and self.samples.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
         own = select(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
@@ -224,12 +226,6 @@ def by_kind(name: str, rollout: Rollout, score: float, draws: bool, labels: Coll
     own = [rollout.prompt.label] if rollout.prompt.label in labels else []
     groups = kinds + [label for label in own if not (draws and label in KINDS.values())]
     return {name: score} | {f"{name}_{group}": score for group in groups}
-
-
-def _say_left_out(rollouts: list[Rollout], share: float) -> None:
-    """How many responses no mean holds, and why this rank's episodes have none."""
-    why = _reasons_of([each.episode for each in rollouts if not each.valid and each.episode is not None])
-    log.warning("%.0f%% of the evaluated responses have no usable reward and are left out%s", 100 * share, why)
 
 
 def say_failed(rollouts: Sequence[Rollout]) -> None:
