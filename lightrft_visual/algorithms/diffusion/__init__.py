@@ -55,16 +55,9 @@ def flow_dppo(config: DiffusionRunConfig) -> FlowGRPO:
 
 def dgpo(config: DiffusionRunConfig) -> GroupPreference:
     """DGPO's loss on the groups of prompts."""
-    return _preference(config, config.sampling.n_samples_per_prompt, 1 / config.algorithm.dpo_beta)
+    return GroupPreference(config, config.sampling.n_samples_per_prompt, 1 / config.algorithm.dpo_beta)
 
 
 def diffusion_dpo(config: DiffusionRunConfig) -> GroupPreference:
     """Diffusion-DPO's loss on pairs."""
-    return _preference(config, PAIR, 1.0)
-
-
-def _preference(config: DiffusionRunConfig, size: int, scale: float) -> GroupPreference:
-    algorithm = config.algorithm
-    return GroupPreference(
-        algorithm.dpo_beta, size, scale, algorithm.dpo_reference, algorithm.beta, training_guidance(config)
-    )
+    return GroupPreference(config, PAIR)

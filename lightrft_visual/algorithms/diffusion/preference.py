@@ -18,17 +18,17 @@ averaged over latent dimensions, as in its authors' code. Their paper writes bet
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import logsigmoid
 
+from ...config.diffusion import DiffusionRunConfig
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
 from ...runtime.host_copies import on_host, to_device
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, asked, squared_error, summed, weighted_mean
+from .context import ConfiguredLoss, LossContext, asked, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
 
 T = torch.Tensor
@@ -57,39 +57,35 @@ class Coupled(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class GroupPreference(DiffusionLoss):
-    """The loss above. scale: what it is multiplied by; reference: 'base', or 'old' for the rollout policy; kl_beta:
-    weight of |v - v_base|²."""
+class GroupPreference(ConfiguredLoss):
+    """The loss above with beta dpo_beta. scale: what it is multiplied by; dpo_reference: 'base', or 'old' for the
+    rollout policy; beta: weight of |v - v_base|²."""
 
-    beta: float
-    group_size: int
-    scale: float = 1.0
-    reference: str = "base"
-    kl_beta: float = 0.0
-    guidance_scale: float = 1.0
+    def __init__(self, config: DiffusionRunConfig, group_size: int, scale: float = 1.0) -> None:
+        super().__init__(config)
+        self.group_size, self.scale = group_size, scale
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Every sample's share of its group's loss; with `coupling` (M), the sum of A Delta over the group."""
-        inputs, target = asked(context, batch, self.guidance_scale, shared=True)
+        s, (inputs, target) = self.settings, asked(context, batch, self.guidance_scale, shared=True)
         whole = batch.coupling is None
-        base = context.by_reference(inputs) if self.kl_beta > 0 or (whole and self.reference == "base") else None
-        other = context.by_rollouts(inputs) if whole and self.reference == "old" else base
+        base = context.by_reference(inputs) if s.beta > 0 or (whole and s.dpo_reference == "base") else None
+        other = context.by_rollouts(inputs) if whole and s.dpo_reference == "old" else base
         v = context.velocity(*inputs)
         error = squared_error(v, target)
         sums = sums_of_groups(self._terms(error.detach(), other, target, batch), batch) if whole else batch.coupling
-        exponent = self.beta / self.group_size * sums
+        exponent = s.dpo_beta / self.group_size * sums
         compared = batch.valid.bool() & (batch.advantages != 0)  # the others are on neither side
         value = torch.where(compared, -logsigmoid(-exponent), 0.0)
-        pull = exponent.sigmoid() * self.beta * batch.advantages
+        pull = exponent.sigmoid() * s.dpo_beta * batch.advantages
         losses = self.scale * (value + pull * (error - error.detach()))
         means = {
             "preference_loss": weighted_mean(value, compared),
             "preference_accuracy": weighted_mean((exponent < 0).float(), compared),
             "matching_error": weighted_mean(error.detach(), batch.valid),
         }
-        kl = squared_error(v, base) if self.kl_beta > 0 else None
-        outputs = summed(losses, batch.valid, denominator, means, kl, self.kl_beta)
+        kl = squared_error(v, base) if s.beta > 0 else None
+        outputs = summed(losses, batch.valid, denominator, means, kl, s.beta)
         outputs.counts = dict.fromkeys(("preference_loss", "preference_accuracy"), compared.sum())
         return outputs
 
@@ -97,7 +93,7 @@ class GroupPreference(DiffusionLoss):
     def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
         """(M) A Delta of each row, 0 of an invalid one: what its group's sum is made of."""
         inputs, target = asked(context, batch, self.guidance_scale, shared=True)
-        other = context.by_rollouts(inputs) if self.reference == "old" else context.by_reference(inputs)
+        other = context.by_rollouts(inputs) if self.settings.dpo_reference == "old" else context.by_reference(inputs)
         return self._terms(squared_error(context.velocity(*inputs), target), other, target, batch)
 
     def _terms(self, error: T, other: T, target: T, batch: DenoisingBatch) -> T:

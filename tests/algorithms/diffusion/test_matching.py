@@ -29,10 +29,10 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def of(kind, **settings):
-    """A loss by these settings of the algorithm."""
+def of(kind, *more, **settings):
+    """A loss by these settings of the algorithm. more: what else it is made with."""
     own = DiffusionAlgorithmConfig(**{"beta": 0.0, "clip_range": 1.0} | settings)
-    return kind(SimpleNamespace(algorithm=own, sampling=SimpleNamespace(guidance_scale=1.0), offline=False))
+    return kind(SimpleNamespace(algorithm=own, sampling=SimpleNamespace(guidance_scale=1.0), offline=False), *more)
 
 
 class Answers:
@@ -207,7 +207,7 @@ def test_dgpo_is_the_papers_loss_and_gradient(prediction, against):
     policy = Answers(6, prediction)
     batch = rows([1.0, -0.25, -0.75, 2.0, -1.5, -0.5], groups=[4, 4, 4, 2, 2, 2])
     context = policy.context()
-    found = GroupPreference(3.0, 3, 1 / 3.0, against).loss(context, batch, 6.0).loss
+    found = of(GroupPreference, 3, 1 / 3.0, dpo_beta=3.0, dpo_reference=against).loss(context, batch, 6.0).loss
     expected = group_loss(policy, context, batch, 3.0, 3, against) / 3.0
     assert gradient_where_equal(found, expected, policy).abs().max() > 1e-3
 
@@ -217,7 +217,7 @@ def test_diffusion_dpo_is_the_authors_form(prediction):
     """-log sigmoid(-beta / 2 (model difference - reference difference)) of mean squared errors."""
     policy, batch = Answers(4, prediction), rows([1.0, -1.0, -1.0, 1.0], groups=[0, 0, 1, 1])
     context = policy.context()
-    found = GroupPreference(5.0, PAIR, kl_beta=0.5).loss(context, batch, 4.0)
+    found = of(GroupPreference, PAIR, dpo_beta=5.0, beta=0.5).loss(context, batch, 4.0)
     target = asked(context, batch, 1.0, shared=True)[1]
 
     def error(v):
@@ -267,7 +267,9 @@ def test_crd_is_the_authors_form(prediction, kl_beta):
     assert mine[:5].flatten(1).abs().max(dim=1).values.min() > 1e-4 and not mine[5].any()
 
 
-@pytest.mark.parametrize("loss", [GroupPreference(4.0, 3, 1 / 4.0), of(CenteredReward, beta=0.1)], ids=["dgpo", "crd"])
+@pytest.mark.parametrize(
+    "loss", [of(GroupPreference, 3, 1 / 4.0, dpo_beta=4.0), of(CenteredReward, beta=0.1)], ids=["dgpo", "crd"]
+)
 def test_a_group_that_is_cut_gives_the_same_gradient(loss):
     """By the sums of whole groups; the reference of preferences is not asked again."""
     preference = not isinstance(loss, CenteredReward)
@@ -289,9 +291,10 @@ def test_a_group_that_is_cut_gives_the_same_gradient(loss):
 def test_invalid_samples_pull_nothing():
     policy, batch = Answers(2), rows([1.0, -1.0], groups=[0, 0], valid=[True, False])
     context = policy.context()
-    GroupPreference(5.0, PAIR).loss(context, batch, 1.0).loss.backward()
+    preference = of(GroupPreference, PAIR, dpo_beta=5.0)
+    preference.loss(context, batch, 1.0).loss.backward()
     assert policy.own.grad[0].abs().max() > 0 and not policy.own.grad[1].any()
-    assert GroupPreference(5.0, PAIR).terms(context, batch)[1] == 0
+    assert preference.terms(context, batch)[1] == 0
 
 
 def test_pairs_are_the_best_with_the_worst():

@@ -239,9 +239,11 @@ def test_without_samples_of_no_advantage_the_gradient_stays_and_the_forwards_go(
 
 def test_samples_of_no_advantage_are_in_no_metric_of_preferences_with_or_without_them():
     drawing, found = policy(), []
+    algorithm = SimpleNamespace(dpo_beta=50.0, dpo_reference="base", beta=0.0, cfg_in_training=False)
+    preference = GroupPreference(SimpleNamespace(algorithm=algorithm), PAIR)
     for skip in (False, True):
         metrics = MetricsAccumulator()
-        _, engine = trained(drawing, [1.0, 0.0, -1.0, 0.0, 0.0, 0.0], skip, 1, GroupPreference(50.0, PAIR), metrics)
+        _, engine = trained(drawing, [1.0, 0.0, -1.0, 0.0, 0.0, 0.0], skip, 1, preference, metrics)
         found.append((engine.samples, metrics.reduce()))
     (every, whole), (some, part) = found
     assert some < every
