@@ -18,11 +18,6 @@ from .denoising_batch import DenoisingBatch
 T = torch.Tensor
 
 
-def log_ratio(log_probs: T, rollout_log_probs: T) -> T:
-    """(M) log of the importance ratio, fp32: ratios within 1e-4 of 1 vanish in bf16."""
-    return log_probs.float() - rollout_log_probs.float()
-
-
 def guarded_log_ratio(log_ratios: T, mean: T, rollout_mean: T, std: T, reduction: str) -> T:
     """GRPO-Guard's normalised log ratio (M).
 
@@ -93,7 +88,8 @@ class FlowGRPO(DiffusionLoss):
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator, so that micro-batches and ranks add up to one batch."""
         step = self.step(context, batch)
-        drift = log_ratio(step.log_prob, batch.log_probs)
+        # In fp32: ratios within 1e-4 of 1 vanish in bf16.
+        drift = step.log_prob.float() - batch.log_probs.float()
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
         losses, means = self.surrogate(context, raw, step, batch)

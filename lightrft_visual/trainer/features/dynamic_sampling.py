@@ -11,7 +11,8 @@ from ...observe.metrics import COUNTED, SPENT
 from ...runtime import collectives
 from ..vl.maker import ExperienceMaker
 
-R, V = TypeVar("R", bound=Any), TypeVar("V")
+R = TypeVar("R", bound=Any)
+V = TypeVar("V")
 
 
 class GroupRef(NamedTuple):
