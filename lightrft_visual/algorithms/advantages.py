@@ -514,6 +514,27 @@ def finish_advantages(experiences: list, config: AlgorithmConfig) -> list:
     return experiences
 
 
+def finished_gae(
+    values: T, rewards: T, action_mask: T, gamma: float, lambd: float, config: AlgorithmConfig
+) -> tuple[T, T, float]:
+    """`get_advantages_and_returns`, with the advantages whitened (advantages_norm) and clipped (advantage_clip).
+
+    Args:
+        values, rewards, action_mask: (B, A).
+        gamma, lambd: the discount, and the weight of further steps.
+        config: whether and how far; a collective with advantages_norm.
+
+    Returns:
+        Advantages and returns (B, A), and the share of tokens whose advantage was clipped.
+    """
+    advantages, returns = get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)
+    whole = SimpleNamespace(advantages=advantages, action_mask=action_mask, valid=None, info={})
+    finish_advantages([whole], config.changed(teacher_coef=0.0))  # a teacher has no part in values
+    lengths = action_mask.sum(dim=1)
+    clipped = (whole.info["advantage_clip_frac"] * lengths).sum() if config.advantage_clip > 0 else 0.0
+    return whole.advantages, returns, float(clipped / lengths.sum().clamp(min=1))
+
+
 def distillation_gain(experience: Any) -> T:
     """(B, A): log teacher - log policy of each sampled token, 0 where masked and of invalid samples.
 

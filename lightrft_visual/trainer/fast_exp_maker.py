@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..algorithms.advantages import finish_advantages, get_advantage_calculator, get_advantages_and_returns
+from ..algorithms.advantages import finished_gae, get_advantage_calculator
 from ..config import registry
 from ..data.rows import as_source_list
 from ..errors import ConfigError, DataError
@@ -178,8 +177,8 @@ class FastExperienceMaker:
     def get_advantages_and_returns(
         self, values: T, rewards: T, action_mask: T | None, gamma: float, lambd: float
     ) -> tuple[T, T, float]:
-        """GAE: advantages and returns (B, A), and the share of clipped tokens; whitened (advantages_norm, a
-        collective) and clipped (advantage_clip) as the settings say.
+        """GAE: advantages and returns (B, A), and the share of clipped tokens; see `finished_gae`. A collective with
+        advantages_norm.
 
         Args:
             values: (B, A) of the critic.
@@ -189,12 +188,7 @@ class FastExperienceMaker:
             lambd: 0: one step ahead of the critic; 1: the whole return.
         """
         mask = torch.ones_like(values).bool() if action_mask is None else action_mask
-        algorithm, lengths = self._settings.algorithm, mask.sum(dim=1)
-        advantages, returns = get_advantages_and_returns(values, rewards, mask, gamma, lambd)
-        whole = SimpleNamespace(advantages=advantages, action_mask=mask, valid=None, info={})
-        finish_advantages([whole], algorithm.changed(teacher_coef=0.0))  # a teacher has no part in values
-        clipped = (whole.info["advantage_clip_frac"] * lengths).sum() if algorithm.advantage_clip > 0 else 0.0
-        return whole.advantages, returns, float(clipped / lengths.sum().clamp(min=1))
+        return finished_gae(values, rewards, mask, gamma, lambd, self._settings.algorithm)
 
     def _arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The maker's generation arguments."""

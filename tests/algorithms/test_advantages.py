@@ -14,6 +14,7 @@ from lightrft_visual.algorithms.advantages import (
     assign_advantages,
     distillation_gain,
     finish_advantages,
+    finished_gae,
     get_advantage_calculator,
     get_advantages_and_returns,
     get_cumulative_returns,
@@ -439,6 +440,12 @@ class TestFinish:
         assert batches[0].info["advantage_clip_frac"].tolist() == pytest.approx([1 / 3, 1.0])
         assert batches[1].info["advantage_clip_frac"].tolist() == [1.0]
         assert max(batch.advantages.max().item() for batch in batches) == 2.5
+
+    def test_the_clip_share_of_a_critics_advantages_is_over_tokens_and_no_teacher_is_asked(self):
+        rewards, mask = torch.tensor([[9.0, 1, 1], [9.0, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+        config = AlgorithmConfig(advantage_clip=2.5, teacher_coef=1.0)
+        advantages, _, share = finished_gae(torch.zeros(2, 3), rewards, mask, 0.0, 1.0, config)
+        assert advantages.tolist() == [[2.5, 1, 1], [2.5, 0, 0]] and share == 0.5
 
 
 def packed(batch):
