@@ -12,18 +12,30 @@ from lightrft_visual.algorithms.kl import compute_reward
 from lightrft_visual.config.vl import AlgorithmConfig
 
 
+def shaped(calculator, rewards, masks, most=1):
+    """A step's rewards as the calculator shapes them."""
+    batch = SimpleNamespace(action_mask=masks, info={}, valid=None, packed_seq_lens=None)
+    return calculator.preprocess_rewards(torch.tensor(rewards), [batch], most)[1][0].tolist()
+
+
+def calculator_of(**settings):
+    return get_advantage_calculator("reinforce", AlgorithmConfig(**settings))
+
+
+def test_overlong_penalty_by_hand():
+    masks = torch.arange(100) < torch.tensor([[0], [80], [90], [100]])
+    calculator = calculator_of(overlong_buffer=True, overlong_buffer_len=20, overlong_buffer_penalty_factor=0.5)
+    assert shaped(calculator, [0.0] * 4, masks, most=100) == pytest.approx([0.0, 0.0, -0.25, -0.5])
+
+
 class TestRunningNorm:
     @staticmethod
     def calculator(minus_mean=True):
-        config = AlgorithmConfig(reward_running_norm=True, reward_running_norm_minus_mean=minus_mean)
-        return get_advantage_calculator("reinforce", config)
+        return calculator_of(reward_running_norm=True, reward_running_norm_minus_mean=minus_mean)
 
     @staticmethod
     def normed(calculator, rewards):
-        """A step's rewards as the calculator shapes them."""
-        masks = torch.ones(len(rewards), 1).bool()
-        batch = SimpleNamespace(action_mask=masks, info={}, valid=None, packed_seq_lens=None)
-        return calculator.preprocess_rewards(torch.tensor(rewards), [batch], 1)[1][0].tolist()
+        return shaped(calculator, rewards, torch.ones(len(rewards), 1).bool())
 
     @given(st.lists(st.lists(st.floats(-100, 100, width=32), max_size=5), min_size=1, max_size=5))
     def test_it_is_by_the_moments_of_all_rewards_seen(self, batches):
