@@ -195,7 +195,8 @@ class AdvantageCalculator:
         self.config = config
         # Whether rewards are compared within a prompt's group.
         self.grouped = type(self).group_rewards is not AdvantageCalculator.group_rewards
-        self.seen = {"running": Moments(), "running_drawn": Moments()}  # rewards so far, of answers and of drawn images
+        # Of the rewards so far, of answers and of drawn images.
+        self.running = {"running": Moments(), "running_drawn": Moments()}
 
     def preprocess_rewards(
         self, rewards: T | Sequence[T], experiences: list, max_new_tokens: int
@@ -253,7 +254,7 @@ class AdvantageCalculator:
         if config.reward_running_norm:
             drawn, scale = torch.cat([valid[:0], *map(_drawn, experiences)]), torch.ones_like(rewards)
             for name, own in (("running", ~drawn), ("running_drawn", drawn)):
-                seen = self.seen[name] = self.seen[name].merge(Moments.over_ranks(rewards[valid & own]))
+                seen = self.running[name] = self.running[name].merge(Moments.over_ranks(rewards[valid & own]))
                 std = math.sqrt(seen.sample_variance) or 1.0  # while it is not defined or zero, nothing changes
                 white = (rewards - (seen.mean if config.reward_running_norm_minus_mean else 0.0)) / std
                 rewards, scale = torch.where(own, white, rewards), torch.where(own, scale / std, scale)
@@ -310,12 +311,12 @@ class AdvantageCalculator:
 
     def state_dict(self) -> dict[str, Any]:
         """The running moments of the rewards, of answers and of drawn images."""
-        return {name: asdict(seen) for name, seen in self.seen.items()}
+        return {name: asdict(seen) for name, seen in self.running.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        for name in self.seen:
-            self.seen[name] = Moments(**{field: float(value) for field, value in state[name].items()})
+        for name in self.running:
+            self.running[name] = Moments(**{field: float(value) for field, value in state[name].items()})
 
 
 class GAECalculator(AdvantageCalculator):

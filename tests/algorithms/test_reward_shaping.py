@@ -1,4 +1,4 @@
-"""The norm by all rewards seen, and the reward of each token."""
+"""The overlong penalty, the norm by all rewards seen, and the reward of each token."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ class TestRunningNorm:
         calculator = self.calculator()
         for batch in batches:
             self.normed(calculator, batch)
-        running = calculator.seen["running"]
+        running = calculator.running["running"]
         seen = torch.tensor([value for batch in batches for value in batch], dtype=torch.float64)
         assert running.count == len(seen)
         if len(seen) >= 2 and seen.std() > 1e-2:

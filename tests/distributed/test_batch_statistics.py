@@ -59,7 +59,7 @@ def statistics(parts):
         "chosen": torch.cat(chosen),
         "loss": torch.stack(losses).sum(),
         "denominators": asdict(denominators),
-        "running": asdict(calculator.seen["running"]),
+        "running": asdict(calculator.running["running"]),
     }
 
 
