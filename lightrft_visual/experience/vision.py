@@ -156,14 +156,11 @@ class VisionTensors:
 
     def map(self, function: Callable[[T], T]) -> VisionTensors:
         """`function` applied once to each distinct tensor; what samples share they share afterwards."""
-        made: dict[int, Any] = {}
-        for part in self.parts:
-            for value in part.values():
-                if id(value) not in made:
-                    made[id(value)] = function(value)
-            if id(part) not in made:
-                made[id(part)] = {name: made[id(value)] for name, value in part.items()}
-        return self.with_parts({id(part): made[id(part)] for part in self.parts})
+        parts = {id(part): part for part in self.parts}
+        values = {id(value): value for part in parts.values() for value in part.values()}
+        made = {key: function(value) for key, value in values.items()}
+        others = {key: {name: made[id(own)] for name, own in part.items()} for key, part in parts.items()}
+        return self.with_parts(others)
 
     def with_parts(self, others: Mapping[int, Named]) -> VisionTensors:
         """The same samples of other parts, by the ids of their own; samples that are one stay one."""

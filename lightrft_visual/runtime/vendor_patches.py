@@ -7,7 +7,7 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -164,13 +164,10 @@ def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Ite
     homes = [sys.modules.get(module) for module in (own.__module__, own.__module__.rpartition(".")[0])]
     homes = [home for home in homes if getattr(home, name, None) is own]
     other = type(name, (own,), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-    for home in homes:
-        setattr(home, name, other)
-    try:
-        yield
-    finally:
+    with ExitStack() as inside:
         for home in homes:
-            setattr(home, name, own)
+            inside.enter_context(patch.object(home, name, other))
+        yield
 
 
 def program_limit(count: int) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The plan of a diffusion run: what one rank holds in each of its phases, from the load to the export."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import astuple, replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from diffusers import DiffusionPipeline
@@ -131,18 +131,10 @@ class Computed:
         times = torch.zeros(count, device="meta")
         conditions = self.conditions(count, guidance > 1)
         self.policy.train(backward)
-        with self._one_network():
+        with patch.object(self.family, "denoiser_names", self.policy.trainable[-1:]):
             return held_bytes(
                 self.policy, lambda: self.family.velocity(latents, times, conditions, guidance), backward=backward
             )
-
-    @contextmanager
-    def _one_network(self) -> Iterator[None]:
-        names, self.family.denoiser_names = self.family.denoiser_names, self.policy.trainable[-1:]
-        try:
-            yield
-        finally:
-            self.family.denoiser_names = names
 
     def _decode(self, count: int, backward: bool) -> Held:
         """The decoder over as many of `count` samples as go through it at once.

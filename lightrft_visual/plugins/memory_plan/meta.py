@@ -19,6 +19,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -161,18 +162,14 @@ def fused_attention(live: LiveBytes) -> Iterator[None]:
 
     By the name in PyTorch's module and not by a mode: backward, where checkpointing computes again, runs outside modes.
     """
-    own = F.scaled_dot_product_attention
 
     def attention(query: T, key: T, value: T, *_: Any, is_causal: bool = False, **__: Any) -> T:
         pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if is_causal else 1.0)  # causal kernels skip half
         flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
         return _Attention.apply(query, key, value, live, flops)
 
-    F.scaled_dot_product_attention = attention
-    try:
+    with patch.object(F, "scaled_dot_product_attention", attention):
         yield
-    finally:
-        F.scaled_dot_product_attention = own
 
 
 def through_active_experts(model: PreTrainedModel) -> None:

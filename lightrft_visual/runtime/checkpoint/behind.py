@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...errors import CheckpointError
 from ..collectives import is_rank_0, rank, world_size
@@ -69,7 +70,7 @@ class Copies:
         """The state with every storage below it copied; tensors that share one still do, as in the file."""
         storages: dict[int, torch.UntypedStorage] = {}
         known: dict[int, Any] = {}
-        for tensor in tensors_in(state):
+        for tensor in (each for each in tree_leaves(state) if isinstance(each, torch.Tensor)):
             source = tensor.untyped_storage()
             if source._cdata not in storages:
                 self._taken.append(self._memory.copy_of(bytes_of(source)))
@@ -120,18 +121,6 @@ def collectives_first() -> Iterator[None]:
         yield
     for _, action in held.waiting:
         action()
-
-
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Tensors of nested mappings, lists and tuples."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for each in state.values():
-            yield from tensors_in(each)
-    elif isinstance(state, list | tuple):
-        for each in state:
-            yield from tensors_in(each)
 
 
 class SaveBehind(threading.Thread):
