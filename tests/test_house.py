@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2825, "experience": 3183, "config": 5155, "runtime": 6195, "data": 3691,
+    "": 2825, "experience": 3180, "config": 5155, "runtime": 6181, "data": 3691,
     "models": 6115, "rollout": 5441, "rewards": 4651, "algorithms": 1739, "trainer": 7791, "observe": 3597,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
