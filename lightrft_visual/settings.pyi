@@ -160,7 +160,7 @@ class VLSettings(TypedDict, total=False):
     dynamic_sampling: bool
     """DAPO: resample until the batch holds only groups with different rewards. Default: False."""
     dynamic_sampling_max_tries: int
-    """rollouts of a step at most. Default: 4."""
+    """rollouts of a step at most; 1: none is drawn again. Default: 4."""
     parity_every: int
     """steps between the gate's probes; rollouts are compared as they come. 0: no gate. Default: 50."""
     image_dependence_every: int

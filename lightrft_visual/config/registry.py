@@ -158,7 +158,7 @@ for _name, _about, _kinds in (  # in the order in which they follow a step
     ("balanced_rollouts", "`balance_rollouts`: prompts dealt to ranks by the expected length of responses", _sees),
     ("rollouts_ahead", "`max_staleness`: the age of tokens that are trained on", _both),
     ("guard", "a gold reward, learnt bands, alarms", _both),
-    ("image_dependence", "`image_dependence_every`: how much answers change with another's image", _sees),
+    ("image_dependence", "`image_dependence_every`: how much answers change where the image is hidden", _sees),
     ("trained_prompts", "the metric `trained_prompt_num`: how many different prompts were trained on", _draws),
     ("routing", "`routing_replay`: experts that were chosen are used again", _sees),
     ("compiled_blocks", "`compile`: programs of torch.compile for the blocks", _sees),

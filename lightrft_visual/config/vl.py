@@ -207,7 +207,7 @@ class RolloutConfig(Section):
     noisy_rollout_strength: Annotated[int, within("[1, 999]")] = 500  # of the noise at first: a step of 1,000
     balance_rollouts: bool = False  # ranks generate for each other, by the length that responses are expected to have
     dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
-    dynamic_sampling_max_tries: PositiveInt = 4  # rollouts of a step at most
+    dynamic_sampling_max_tries: PositiveInt = 4  # rollouts of a step at most; 1: none is drawn again
     parity_every: NonNegativeInt = 50  # steps between the gate's probes; rollouts are compared as they come. 0: no gate
     image_dependence_every: NonNegativeInt = 10  # steps between measurements of what depends on the image; 0: none
     parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8
