@@ -315,13 +315,7 @@ def _mean_and_band(tables: Sequence[dict[float, float]]) -> list[tuple[float, fl
     ]
 
 
-def deviation_of(run: RunData, kind: str, name: str) -> str:
-    """` ± 0.012`: half the width of the band at its last step; empty for a single run.
-
-    Args:
-        run: one, or several seeds as one.
-        kind: "metrics" of training steps or "evaluation".
-        name: of the metric.
-    """
-    band = run.bands.get(kind, {}).get(name)
+def deviation_of(run: RunData, name: str) -> str:
+    """` ± 0.012`: half the width of an evaluation metric's band at its last step; empty for a single run."""
+    band = run.bands.get("evaluation", {}).get(name)
     return f" ± {(band[-1][2] - band[-1][1]) / 2:.3f}" if band else ""

@@ -157,7 +157,7 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
         values = ["–" if run.last_step is None else str(run.last_step)]
         for name in columns:
             points = run.evaluation.get(name)
-            deviation = deviation_of(run, "evaluation", name)
+            deviation = deviation_of(run, name)
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{deviation}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
         entries.append({"name": run.name, "color": color_of(index), "values": values})
