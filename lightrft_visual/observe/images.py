@@ -109,6 +109,7 @@ INK, FAINT, PAPER, FRAME = (24, 24, 27), (113, 113, 122), (255, 255, 255), (228,
 TEXT_LINES = 2
 FONT_SIZE = 12
 STRIP = 6  # frames of a video's strip
+SIDE = 224  # pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each
 MAX_WIDTH = 1400  # pixels; wide cells stand in fewer columns
 
 
@@ -148,27 +149,23 @@ def enlarge(image: Image.Image, side: int) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.NEAREST)
 
 
-def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
-    """A grid of the records' first image or video, each with its prompt and scores below.
+def contact_sheet(records: Sequence[Mapping[str, Any]]) -> Image.Image:
+    """A grid of the records' first image or video, each with its prompt and scores below; as many columns as suit the
+    number and width of the cells.
 
-    Args:
-        records: with `images` or `videos` as they were generated; those without are left out.
-        columns: of the grid; None: as many as suit the number and width of the cells.
-        side: pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each.
-
-    Raises:
-        DataError: without any image.
+    records: with `images` or `videos` as they were generated; those without are left out. Raises DataError without any
+    image.
     """
     media = [(record, [*(record.get("images") or ()), *(record.get("videos") or ())]) for record in records]
     shown = [(record, own[0]) for record, own in media if own]
     if not shown:
         raise DataError("a contact sheet needs at least one image")
     tiles = [
-        film_strip(video_frames(own), STRIP, side // 2) if is_video(own) else enlarge(to_rgb(own), side)
+        film_strip(video_frames(own), STRIP, SIDE // 2) if is_video(own) else enlarge(to_rgb(own), SIDE)
         for _, own in shown
     ]
-    width, height = max(side, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
-    columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
+    width, height = max(SIDE, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
+    columns = max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
     line = FONT_SIZE + 4
     cell_width, cell_height = width + MARGIN, height + MARGIN + line * (TEXT_LINES + 1) + 8
     lines = -(-len(shown) // columns)
