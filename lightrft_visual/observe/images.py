@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..data.media import evenly_spaced, is_video, to_rgb, video_frames
+from ..data.media import encoded, evenly_spaced, is_video, to_rgb, video_frames
 from ..errors import DataError, writable
 from ..runtime.files import write_atomic
 from ..runtime.packages import needed
@@ -21,6 +20,7 @@ IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a ro
 PNG_PIXELS = 128 * 128  # up to this size lossless PNG is small enough
 STRIP_FRAMES = 8
 STRIP_FRAME_WIDTH = 512  # pixels at most: a JPEG has no more than 65,500 in a line
+PNG: dict[str, Any] = {"kind": "PNG", "optimize": True}
 
 
 def fit(image: Image.Image, side: int) -> Image.Image:
@@ -50,16 +50,6 @@ def film_strip(frames: Sequence[Image.Image], count: int = STRIP_FRAMES, height:
     return strip
 
 
-def _encode(image: Image.Image, lossless: bool, quality: int = 85) -> bytes:
-    """The content of a PNG or of a JPEG file."""
-    buffer = io.BytesIO()
-    if lossless:
-        image.save(buffer, "PNG", optimize=True)
-    else:
-        image.save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
-
-
 def save_image(folder: Path, image: Any) -> str:
     """Store a small copy under `folder`/images, named by content, and give its relative path.
 
@@ -81,7 +71,7 @@ def _store(folder: Path, image: Image.Image, lossless: bool) -> str:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name("." + target.name)
-        partial.write_bytes(_encode(image, lossless))
+        partial.write_bytes(encoded(image, **PNG) if lossless else encoded(image, "JPEG", quality=85))
         partial.replace(target)
     return f"images/{target.name}"
 
@@ -95,9 +85,9 @@ def data_uri(image: Image.Image, side: int, quality: int = 72) -> str:
         quality: of the JPEG, 1 to 95.
     """
     image = fit(image, side)
-    choices = [(_encode(image, False, quality), "jpeg")]
+    choices = [(encoded(image, "JPEG", quality=quality), "jpeg")]
     if image.width * image.height <= PNG_PIXELS:
-        choices.append((_encode(image, True), "png"))
+        choices.append((encoded(image, **PNG), "png"))
     content, kind = min(choices, key=lambda choice: len(choice[0]))
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
@@ -219,7 +209,7 @@ def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]]
         records: as of `contact_sheet`; `fps` of videos, where it is known.
     """
     folder = Path(folder)
-    write_atomic(folder / SHEET, _encode(contact_sheet(records), lossless=True))
+    write_atomic(folder / SHEET, encoded(contact_sheet(records), **PNG))
     for index, record in enumerate(records):
         for video in record.get("videos") or []:
             write_mp4(folder / f"video_{index:03d}.mp4", video, record.get("fps"))
