@@ -24,8 +24,6 @@ from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, numbered, read_object
 
 logger = logging.getLogger(__name__)
 
-# Ten times as quick, where PyYAML has them.
-QUICK_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Points = list[tuple[float, float]]
 Band = list[tuple[float, float, float]]  # (step, low, high)
 MAX_PIXELS = 40_000_000
