@@ -44,15 +44,10 @@ class VLSettings(TypedDict, total=False):
     by engine hf. Default: 'qwen2_5_vl'."""
     prompt_data: Any
     """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
-    prompt_data_probs: str | Sequence[float] | None
-    """comma-separated mixing probabilities, one per data set."""
-    prompt_mixing: str
-    """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
-    one data set in turns. Default: 'shuffled'."""
     prompt_split: str
     """split of a data set of the hub, or file of a folder. Default: 'train'."""
     eval_data: Any | None
-    """default: the embedded held-out split when prompt_data is embedded."""
+    """default: the embedded held-out prompts when prompt_data is embedded."""
     eval_split: str
     """the same for evaluation. Default: 'test'."""
     max_samples: int
@@ -61,14 +56,25 @@ class VLSettings(TypedDict, total=False):
     """at most so many of each data set are evaluated. Default: 500."""
     input_key: str
     """column of the prompt. Default: 'prompt'."""
-    images_key: str
-    """empty: no images are read. Default: 'images'."""
-    videos_key: str
-    """empty: no videos are read. Default: 'videos'."""
     reference_key: str
     """column of the right answer, for rewards. Default: 'reference'."""
     label_key: str
     """column that names the recipe of a sample's rewards. Default: 'label'."""
+    image_root: StrPath | None
+    """folder that relative image paths start from; default: the data file's folder."""
+    on_bad_row: str
+    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
+    max_bad_share: float
+    """a larger share of skipped rows ends the run. Default: 0.05."""
+    prompt_data_probs: str | Sequence[float] | None
+    """comma-separated mixing probabilities, one per data set."""
+    prompt_mixing: str
+    """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
+    one data set in turns. Default: 'shuffled'."""
+    images_key: str
+    """empty: no images are read. Default: 'images'."""
+    videos_key: str
+    """empty: no videos are read. Default: 'videos'."""
     draw_key: str
     """a column that is true in rows to be answered by an image. Default: 'draw'."""
     apply_chat_template: bool
@@ -77,17 +83,11 @@ class VLSettings(TypedDict, total=False):
     """what it reads besides, such as enable_thinking. Default: {}."""
     system_prompt: str | None
     """put before each prompt that has none."""
-    image_root: StrPath | None
-    """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
     """auto | plain | verl | completion | conversations | messages | question | input_label | geometry3k; of
     the rows, see docs/coming_from.md. Default: 'auto'."""
-    on_bad_row: str
-    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     on_long_prompt: str
     """error | skip. Default: 'error'."""
-    max_bad_share: float
-    """a larger share of skipped rows ends the run. Default: 0.05."""
     allow_remote_media: bool
     """fetch http(s) images named in rows; private addresses stay refused. Default: False."""
     max_image_pixels: int
@@ -641,15 +641,9 @@ class DiffusionSettings(TypedDict, total=False):
     """graphs of the denoisers' forwards in rollouts and evaluations: for small images, which the host is slow
     with. Default: False."""
     prompt_data: Any
-    """embedded, a file, a folder or a hub name. Default: 'embedded'."""
+    """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
     prompt_split: str
     """split of a data set of the hub, or file of a folder. Default: 'train'."""
-    pair_data: Any | None
-    """pairs of images for offline diffusion_dpo, in the place of prompts and rollouts."""
-    chosen_key: str
-    """columns of the pair's images; Pick-a-Pic's are known. Default: 'chosen'."""
-    rejected_key: str
-    """column of the image that was not preferred. Default: 'rejected'."""
     eval_data: Any | None
     """default: the embedded held-out prompts when prompt_data is embedded."""
     eval_split: str
@@ -660,18 +654,24 @@ class DiffusionSettings(TypedDict, total=False):
     """at most so many of each data set are evaluated. Default: 96."""
     input_key: str
     """column of the prompt. Default: 'prompt'."""
-    image_key: str
-    """first frame of image-to-video models, images to edit; else `images`, `image`. Default: 'input_image'."""
-    label_key: str
-    """column that names the recipe of a sample's rewards. Default: 'label'."""
     reference_key: str
     """column of the right answer, for rewards. Default: 'reference'."""
+    label_key: str
+    """column that names the recipe of a sample's rewards. Default: 'label'."""
     image_root: StrPath | None
-    """folder of images that data name by relative paths."""
+    """folder that relative image paths start from; default: the data file's folder."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     max_bad_share: float
     """a larger share of skipped rows ends the run. Default: 0.05."""
+    pair_data: Any | None
+    """pairs of images for offline diffusion_dpo, in the place of prompts and rollouts."""
+    chosen_key: str
+    """columns of the pair's images; Pick-a-Pic's are known. Default: 'chosen'."""
+    rejected_key: str
+    """column of the image that was not preferred. Default: 'rejected'."""
+    image_key: str
+    """first frame of image-to-video models, images to edit; else `images`, `image`. Default: 'input_image'."""
     reward_fn: StrPath | Sequence[StrPath] | None
     """path.py:function, or several, comma-separated."""
     reward_form: str
@@ -1009,15 +1009,10 @@ class SFTSettings(TypedDict, total=False):
     by engine hf. Default: 'qwen2_5_vl'."""
     prompt_data: Any
     """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
-    prompt_data_probs: str | Sequence[float] | None
-    """comma-separated mixing probabilities, one per data set."""
-    prompt_mixing: str
-    """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
-    one data set in turns. Default: 'shuffled'."""
     prompt_split: str
     """split of a data set of the hub, or file of a folder. Default: 'train'."""
     eval_data: Any | None
-    """default: the embedded held-out split when prompt_data is embedded."""
+    """default: the embedded held-out prompts when prompt_data is embedded."""
     eval_split: str
     """the same for evaluation. Default: 'test'."""
     max_samples: int
@@ -1026,29 +1021,34 @@ class SFTSettings(TypedDict, total=False):
     """at most so many of each data set are evaluated. Default: 500."""
     input_key: str
     """column of the prompt. Default: 'prompt'."""
+    reference_key: str
+    """column of the right answer, for rewards. Default: 'reference'."""
+    image_root: StrPath | None
+    """folder that relative image paths start from; default: the data file's folder."""
+    on_bad_row: str
+    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
+    max_bad_share: float
+    """a larger share of skipped rows ends the run. Default: 0.05."""
+    prompt_data_probs: str | Sequence[float] | None
+    """comma-separated mixing probabilities, one per data set."""
+    prompt_mixing: str
+    """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
+    one data set in turns. Default: 'shuffled'."""
     images_key: str
     """empty: no images are read. Default: 'images'."""
     videos_key: str
     """empty: no videos are read. Default: 'videos'."""
-    reference_key: str
-    """column of the right answer, for rewards. Default: 'reference'."""
     apply_chat_template: bool
     """prompts are messages of the model's chat template. Default: True."""
     chat_template_kwargs: dict[str, Any]
     """what it reads besides, such as enable_thinking. Default: {}."""
     system_prompt: str | None
     """put before each prompt that has none."""
-    image_root: StrPath | None
-    """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
     """auto | plain | verl | completion | conversations | messages | question | input_label | geometry3k; of
     the rows, see docs/coming_from.md. Default: 'auto'."""
-    on_bad_row: str
-    """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     on_long_prompt: str
     """error | skip. Default: 'error'."""
-    max_bad_share: float
-    """a larger share of skipped rows ends the run. Default: 0.05."""
     allow_remote_media: bool
     """fetch http(s) images named in rows; private addresses stay refused. Default: False."""
     max_image_pixels: int

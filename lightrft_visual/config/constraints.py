@@ -410,7 +410,7 @@ def _check_field(section: Any, item: Field) -> None:
             guessed = isinstance(value, str) and len(value) > 2  # a shorter one is near to anything
             near = nearest_name(value, map(str, constraint.names())) if guessed else None
             hint = f"did you mean {near!r}? " if near else ""
-            raise ConfigError(f"{item.name} is {_shown(value)}; {hint}{_words(constraint)}")
+            raise ConfigError(f"{item.name} is {value!r}; {hint}{_words(constraint)}")
 
 
 NUMBERS = {int: (Integral, "it must be a whole number"), float: (Real, "it must be a number")}
@@ -433,10 +433,6 @@ def check_value(section: type, setting: str, value: Any, name: str) -> None:
     require(math.isfinite(value), f"{name} is {value}; it must be a finite number")
     for constraint in constraints_of(section)[setting]:
         require(constraint.holds(value), f"{name} is {value}; {_words(constraint)}")
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _words(constraint: Constraint) -> str:

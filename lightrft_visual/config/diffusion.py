@@ -44,18 +44,16 @@ from .shared import (
     FULL,
     RECOMPUTES,
     AdamBetas,
-    BadRows,
-    BadShare,
     Checkpointing,
     DistributedConfig,
     GuardConfig,
     MaxNorm,
     OutputConfig,
     PlanConfig,
+    PromptsConfig,
     RewardConfig,
     WeightDecay,
     accumulated,
-    default_held_out,
 )
 
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
@@ -190,35 +188,15 @@ class DiffusionSamplingConfig(Section):
 
 
 @dataclass
-class DiffusionDataConfig(Section):
+class DiffusionDataConfig(PromptsConfig):
     """Where prompts come from: rows with a prompt and, for image-to-video and edits, images; several files by comma."""
 
-    prompt_data: str = EMBEDDED  # embedded, a file, a folder or a hub name
-    prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
     pair_data: str | None = None  # pairs of images for offline diffusion_dpo, in the place of prompts and rollouts
     chosen_key: str = "chosen"  # columns of the pair's images; Pick-a-Pic's are known
     rejected_key: str = "rejected"  # column of the image that was not preferred
-    eval_data: str | None = None  # default: the embedded held-out prompts when prompt_data is embedded
-    eval_split: str = "test"  # the same for evaluation
-    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
     max_eval_samples: NonNegativeInt = 96  # at most so many of each data set are evaluated
-    input_key: str = "prompt"  # column of the prompt
     image_key: str = "input_image"  # first frame of image-to-video models, images to edit; else `images`, `image`
-    label_key: str = "label"  # column that names the recipe of a sample's rewards
-    reference_key: str = "reference"  # column of the right answer, for rewards
-    image_root: str | None = None  # folder of images that data name by relative paths
-    on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
-    max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
-
-    @property
-    def evaluated(self) -> bool:
-        """Whether there are held-out prompts."""
-        known = self.eval_data is not None or self.prompt_data in registry.drawing_tasks
-        return known and self.max_eval_samples > 0
-
-    def check(self) -> None:
-        """Held-out prompts of a built-in task."""
-        default_held_out(self, registry.drawing_tasks)
+    tasks = registry.drawing_tasks
 
 
 @dataclass

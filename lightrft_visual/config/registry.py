@@ -311,32 +311,24 @@ entry(
 )  # fmt: skip
 
 entry = diffusion_families.below(f"{MODELS}.diffusion.families")
-entry("sd3", "sd3:StableDiffusion3", "SD3, SD3.5", pipeline="StableDiffusion3Pipeline")
-entry("flux", "flux:Flux", "FLUX; guidance is an embedding", pipeline="FluxPipeline")
-entry(
-    "flux_kontext", "flux_kontext:FluxKontext", "FLUX.1 Kontext: an image in, one out",
-    pipeline="FluxKontextPipeline",
-)  # fmt: skip
-entry("flux2_klein", "flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline")
-entry("flux2", "flux2:Flux2", "FLUX.2 [dev]; guidance embedded", pipeline="Flux2Pipeline")
-entry("wan", "wan:Wan", "Wan text-to-video", pipeline="WanPipeline")
-entry("wan_i2v", "wan:WanImageToVideo", "Wan image-to-video", pipeline="WanImageToVideoPipeline")
-entry(
-    "hunyuan_video15", "hunyuan_video15:HunyuanVideo15", "HunyuanVideo 1.5, text to video",
-    pipeline="HunyuanVideo15Pipeline",
-)  # fmt: skip
-entry("ltx2", "ltx2:LTX2", "LTX-2, text to video; no sound", pipeline="LTX2Pipeline")
-entry("z_image", "z_image:ZImage", "Z-Image", pipeline="ZImagePipeline")
-entry("qwen_image", "qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline")
-entry("qwen_image21", "qwen_image21:QwenImage21", "Qwen-Image 2.1", pipeline="QwenImage21Pipeline")
-entry(
-    "qwen_image_edit", "qwen_image_edit:QwenImageEdit", "Qwen-Image-Edit: an image in, one out",
-    pipeline="QwenImageEditPipeline",
-)  # fmt: skip
-entry(
-    "qwen_image_edit_plus", "qwen_image_edit:QwenImageEditPlus",
-    "Qwen-Image-Edit 2509 and later: up to three images in, one out", pipeline="QwenImageEditPlusPipeline",
-)  # fmt: skip
+for _name, _code, _about in (  # the pipeline's class is named as the family's
+    ("sd3", "sd3:StableDiffusion3", "SD3, SD3.5"),
+    ("flux", "flux:Flux", "FLUX; guidance is an embedding"),
+    ("flux_kontext", "flux_kontext:FluxKontext", "FLUX.1 Kontext: an image in, one out"),
+    ("flux2_klein", "flux2:Flux2Klein", "FLUX.2 [klein]"),
+    ("flux2", "flux2:Flux2", "FLUX.2 [dev]; guidance embedded"),
+    ("wan", "wan:Wan", "Wan text-to-video"),
+    ("wan_i2v", "wan:WanImageToVideo", "Wan image-to-video"),
+    ("hunyuan_video15", "hunyuan_video15:HunyuanVideo15", "HunyuanVideo 1.5, text to video"),
+    ("ltx2", "ltx2:LTX2", "LTX-2, text to video; no sound"),
+    ("z_image", "z_image:ZImage", "Z-Image"),
+    ("qwen_image", "qwen_image:QwenImage", "Qwen-Image"),
+    ("qwen_image21", "qwen_image21:QwenImage21", "Qwen-Image 2.1"),
+    ("qwen_image_edit", "qwen_image_edit:QwenImageEdit", "Qwen-Image-Edit: an image in, one out"),
+    ("qwen_image_edit_plus", "qwen_image_edit:QwenImageEditPlus",
+     "Qwen-Image-Edit 2509 and later: up to three images in, one out"),
+):  # fmt: skip
+    entry(_name, _code, _about, pipeline=f"{_code.partition(':')[2]}Pipeline")
 entry("cosmos_predict2", "cosmos:CosmosPredict2", "Cosmos-Predict2", pipeline="Cosmos2TextToImagePipeline")
 entry(
     "sd15", "sd15:StableDiffusion15", "Stable Diffusion 1.5", pipeline="StableDiffusionPipeline",

@@ -1,6 +1,6 @@
 """What the configurations of both kinds of run share: rewards, processes, outputs."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -11,6 +11,7 @@ from .constraints import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Registry,
     Section,
     Share,
     not_usual,
@@ -33,7 +34,6 @@ AdamBetas = Annotated[list[float], Constraint(_two_betas, "it takes two numbers 
 WeightDecay = Annotated[float, Constraint(lambda value: value >= 0, "weight decay must not be negative")]
 MaxNorm = Annotated[float, Constraint(lambda value: value >= 0, "it must be positive, or 0 for no clipping")]
 BadRows = Annotated[str, one_of("error", "skip")]
-BadShare = Annotated[float, Share]
 
 NONE, ATTENTION, FULL, AUTO = "none", "attention", "full", "auto"  # gradient_checkpointing; docs/gpu.md
 RECOMPUTES = (ATTENTION, FULL)
@@ -55,17 +55,41 @@ def _meeting(given: int, usual: int) -> int:
     return next((each for each in range(usual, (usual - 1) // 2, -1) if given > 0 and given % each == 0), usual)
 
 
-def default_held_out(data: Any, tasks: Container[str | None]) -> None:
-    """`eval_data` that names the built-in task of `prompt_data` is its held-out prompts: the default. ConfigError for
-    another task's, and for a task beside data sets."""
-    for name in ("prompt_data", "eval_data"):
-        parts = [part.strip() for part in (getattr(data, name) or "").split(",")]
-        alone = next((part for part in parts if part in tasks and len(parts) > 1), None)
-        require(alone is None, f"{name}: the built-in task {alone} stands alone: leave it out, or what is beside it")
-    if data.eval_data is not None and data.eval_data in tasks:
-        told = f"eval_data {data.eval_data} is a built-in task, whose held-out prompts go with prompt_data of that name"
-        require(data.eval_data == data.prompt_data, f"{told}: name a file of prompts")
-        data.eval_data = None
+@dataclass
+class PromptsConfig(Section):
+    """Where prompts of any kind of run come from. tasks: the built-in ones."""
+
+    prompt_data: str = EMBEDDED  # embedded, a file, a folder or a hub name; several by commas
+    prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
+    eval_data: str | None = None  # default: the embedded held-out prompts when prompt_data is embedded
+    eval_split: str = "test"  # the same for evaluation
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
+    max_eval_samples: NonNegativeInt = 500  # at most so many of each data set are evaluated
+    input_key: str = "prompt"  # column of the prompt
+    reference_key: str = "reference"  # column of the right answer, for rewards
+    label_key: str = "label"  # column that names the recipe of a sample's rewards
+    image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
+    on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
+    max_bad_share: Annotated[float, Share] = 0.05  # a larger share of skipped rows ends the run
+    tasks: ClassVar[Registry[Any]]
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are held-out prompts."""
+        return (self.eval_data is not None or self.prompt_data in self.tasks) and self.max_eval_samples > 0
+
+    def check(self) -> None:
+        """`eval_data` that names the built-in task of `prompt_data` is its held-out prompts: the default. ConfigError
+        for another task's, and for a task beside data sets."""
+        for name in ("prompt_data", "eval_data"):
+            parts = [part.strip() for part in (getattr(self, name) or "").split(",")]
+            alone = next((part for part in parts if part in self.tasks and len(parts) > 1), None)
+            told = f"{name}: the built-in task {alone} stands alone: leave it out, or what is beside it"
+            require(alone is None, told)
+        if self.eval_data is not None and self.eval_data in self.tasks:
+            told = f"eval_data {self.eval_data} is a built-in task, whose held-out prompts go with prompt_data of that"
+            require(self.eval_data == self.prompt_data, f"{told} name: name a file of prompts")
+            self.eval_data = None
 
 
 # Settings of RewardConfig that are of calls, whichever reward is called.
@@ -216,6 +240,7 @@ class GuardConfig(Section):
     gold_every: NonNegativeInt = 1  # score the rollouts of every so many steps by gold too; 0: evaluations only
     patience: PositiveInt = 2  # steps in a row outside before an alarm
     keep_best: bool | None = None  # keep a checkpoint of the best gold; default: with policy rollback
+    every_label: ClassVar[bool] = True  # of gold_recipe, as of rewards
 
     @property
     def keeps_best(self) -> bool:
@@ -256,7 +281,8 @@ class GuardConfig(Section):
         if self.gold_recipe is None and self.gold_fn is None:
             return None
         calls = {name: getattr(reward, name) for name in OF_CALLS}
-        return type(reward)(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
+        gold = RewardConfig(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
+        return gold.changed(every_label=reward.every_label and self.every_label)
 
 
 @dataclass

@@ -7,7 +7,7 @@ listed in ``DIFFERENT`` with what to write instead, so that it is refused with a
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..errors import ConfigError
 from . import registry
 from .diffusion import DiffusionRunConfig
+from .placement import AsyncConfig
 from .sft import SFTRunConfig
 from .shared import FULL, accumulated
 from .vl import RunConfig
@@ -237,19 +238,12 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "eval.max_prompts": "max_eval_samples",
     "eval.seed": "eval_seed",
     "eval.use_ema": "eval_ema",
-    "distributed.resources.trainer.num_gpus": "trainer_num_gpus",
-    "distributed.resources.trainer.devices": "trainer_devices",
-    "distributed.resources.rollout.num_gpus": "rollout_num_gpus",
-    "distributed.resources.rollout.num_workers": "rollout_num_workers",
-    "distributed.resources.rollout.devices": "rollout_devices",
-    "distributed.resources.reward.num_gpus": "reward_num_gpus",
-    "distributed.resources.reward.num_workers": "reward_num_workers",
-    "distributed.resources.reward.devices": "reward_devices",
-    "async.max_staleness": "max_staleness",
-    "async.batches_ahead": "batches_ahead",
-    "async.stale_correction": "stale_correction",
-    "async.partial_rollouts": "partial_rollouts",
-    "async.partial_tokens": "partial_tokens",
+    **{
+        f"distributed.resources.{side}.{name}": f"{side}_{name}"
+        for side in ("trainer", "rollout", "reward")
+        for name in ("num_gpus", "num_workers", "devices")
+    },
+    **{f"async.{item.name}": item.name for item in fields(AsyncConfig)},
 }
 
 FASTVIDEO_SAMPLING = ("num_steps", "scheduler", "trajectory", "flow_shift", "timesteps", "sigmas")

@@ -37,17 +37,16 @@ from .shared import (
     EMBEDDED,
     AdamBetas,
     BadRows,
-    BadShare,
     Checkpointing,
     DistributedConfig,
     GuardConfig,
     MaxNorm,
     OutputConfig,
     PlanConfig,
+    PromptsConfig,
     RewardConfig,
     WeightDecay,
     accumulated,
-    default_held_out,
 )
 
 SamplingTemperature = Constraint(lambda value: value > 0, "log-probs need a positive one; eval_reward_greedy is greedy")
@@ -118,44 +117,27 @@ class ModelConfig(Section):
 
 
 @dataclass
-class DataConfig(Section):
+class DataConfig(PromptsConfig):
     """Where prompts come from: jsonl, json, parquet, a Hugging Face data set folder; several, comma-separated."""
 
-    prompt_data: str = EMBEDDED  # embedded, a file, a folder or a hub name; several by commas
     prompt_data_probs: str | None = None  # comma-separated mixing probabilities, one per data set
     # each batch of rows in any order, with an even share of every data set, or of one data set in turns
     prompt_mixing: Annotated[str, one_of("shuffled", "even", "turns")] = "shuffled"
-    prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
-    eval_data: str | None = None  # default: the embedded held-out split when prompt_data is embedded
-    eval_split: str = "test"  # the same for evaluation
-    max_samples: PositiveInt = 100_000_000  # at most so many prompts of each data set are read
-    max_eval_samples: NonNegativeInt = 500  # at most so many of each data set are evaluated
-    input_key: str = "prompt"  # column of the prompt
     images_key: str = "images"  # empty: no images are read
     videos_key: str = "videos"  # empty: no videos are read
-    reference_key: str = "reference"  # column of the right answer, for rewards
-    label_key: str = "label"  # column that names the recipe of a sample's rewards
     draw_key: str = "draw"  # a column that is true in rows to be answered by an image
     apply_chat_template: bool = True  # prompts are messages of the model's chat template
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # what it reads besides, such as enable_thinking
     system_prompt: str | None = None  # put before each prompt that has none
-    image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
     data_format: Annotated[str, registered(registry.row_forms, "auto", "plain")] = (
         "auto"  # of the rows, see docs/coming_from.md
     )
-    on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     on_long_prompt: BadRows = "error"
-    max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
     allow_remote_media: bool = False  # fetch http(s) images named in rows; private addresses stay refused
     max_image_pixels: PositiveInt = 50_000_000  # refused before decoding
     min_pixels: PositiveInt | None = None  # passed to the image processor: images are resized into [min, max] pixels
     max_pixels: PositiveInt | None = None  # larger images are made smaller; default: the processor's
-
-    @property
-    def evaluated(self) -> bool:
-        """Whether there are held-out prompts."""
-        known = self.eval_data is not None or self.prompt_data in registry.tasks
-        return known and self.max_eval_samples > 0
+    tasks = registry.tasks
 
     def check(self) -> None:
         """Mixing probabilities, what a chat template reads, and the order of the sizes."""
@@ -163,7 +145,7 @@ class DataConfig(Section):
         sets = sum(1 for part in self.prompt_data.split(",") if part.strip())
         fits = len(shares) in (0, sets)
         require(fits, f"{len(shares)} mixing probabilities for {sets} data sets (prompt_data_probs)")
-        default_held_out(self, registry.tasks)
+        super().check()
         for name in ("system_prompt", "chat_template_kwargs"):
             told = f"{name} does nothing with apply_chat_template false: leave it out"
             require(self.apply_chat_template or not getattr(self, name), told)

@@ -444,6 +444,13 @@ def to_pil(image: Any) -> Image.Image:
     return Image.fromarray(array)
 
 
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The content of an image's file. kind: "PNG" or "JPEG"; options: of Pillow's writer."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
 def to_rgb(image: Any) -> Image.Image:
     """`to_pil` in RGB, transparent parts on white."""
     image = to_pil(image)

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import psutil
 import pyarrow
@@ -32,19 +32,6 @@ PART_ROWS = 1024  # that are decoded at once
 _ANOTHER = "the file is another one than when it was opened"
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
 _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
-
-
-class RowSource(Protocol):
-    """Rows of one data set. `folder`: where relative media paths start. Reading a broken row raises DataError."""
-
-    folder: Path
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
-
-    def name(self, row: int) -> str:
-        """The row for messages: "file:line" or "file:row n"."""
 
 
 class JsonlSource:
@@ -325,6 +312,9 @@ def _load_folder(path: Path, split: str) -> Any:
     return found[split]
 
 
+# Rows of one data set, by number. Reading a broken one raises DataError; `folder`: where relative media paths start;
+# `name`: a row for messages, as "file:line" or "file:row n".
+RowSource = JsonlSource | JsonSource | ParquetSource | GivenRows
 READERS: dict[str, Callable[[Path], RowSource]] = {
     ".jsonl": JsonlSource,
     ".json": JsonSource,

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..data.media import evenly_spaced, is_video, to_rgb, video_frames
+from ..data.media import encoded, evenly_spaced, is_video, to_rgb, video_frames
 from ..errors import DataError, writable
 from ..runtime.files import write_atomic
 from ..runtime.packages import needed
@@ -21,6 +20,7 @@ IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a ro
 PNG_PIXELS = 128 * 128  # up to this size lossless PNG is small enough
 STRIP_FRAMES = 8
 STRIP_FRAME_WIDTH = 512  # pixels at most: a JPEG has no more than 65,500 in a line
+PNG: dict[str, Any] = {"kind": "PNG", "optimize": True}
 
 
 def fit(image: Image.Image, side: int) -> Image.Image:
@@ -50,16 +50,6 @@ def film_strip(frames: Sequence[Image.Image], count: int = STRIP_FRAMES, height:
     return strip
 
 
-def _encode(image: Image.Image, lossless: bool, quality: int = 85) -> bytes:
-    """The content of a PNG or of a JPEG file."""
-    buffer = io.BytesIO()
-    if lossless:
-        image.save(buffer, "PNG", optimize=True)
-    else:
-        image.save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
-
-
 def save_image(folder: Path, image: Any) -> str:
     """Store a small copy under `folder`/images, named by content, and give its relative path.
 
@@ -81,7 +71,7 @@ def _store(folder: Path, image: Image.Image, lossless: bool) -> str:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name("." + target.name)
-        partial.write_bytes(_encode(image, lossless))
+        partial.write_bytes(encoded(image, **PNG) if lossless else encoded(image, "JPEG", quality=85))
         partial.replace(target)
     return f"images/{target.name}"
 
@@ -95,9 +85,9 @@ def data_uri(image: Image.Image, side: int, quality: int = 72) -> str:
         quality: of the JPEG, 1 to 95.
     """
     image = fit(image, side)
-    choices = [(_encode(image, False, quality), "jpeg")]
+    choices = [(encoded(image, "JPEG", quality=quality), "jpeg")]
     if image.width * image.height <= PNG_PIXELS:
-        choices.append((_encode(image, True), "png"))
+        choices.append((encoded(image, **PNG), "png"))
     content, kind = min(choices, key=lambda choice: len(choice[0]))
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
@@ -109,6 +99,7 @@ INK, FAINT, PAPER, FRAME = (24, 24, 27), (113, 113, 122), (255, 255, 255), (228,
 TEXT_LINES = 2
 FONT_SIZE = 12
 STRIP = 6  # frames of a video's strip
+SIDE = 224  # pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each
 MAX_WIDTH = 1400  # pixels; wide cells stand in fewer columns
 
 
@@ -148,27 +139,23 @@ def enlarge(image: Image.Image, side: int) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.NEAREST)
 
 
-def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
-    """A grid of the records' first image or video, each with its prompt and scores below.
+def contact_sheet(records: Sequence[Mapping[str, Any]]) -> Image.Image:
+    """A grid of the records' first image or video, each with its prompt and scores below; as many columns as suit the
+    number and width of the cells.
 
-    Args:
-        records: with `images` or `videos` as they were generated; those without are left out.
-        columns: of the grid; None: as many as suit the number and width of the cells.
-        side: pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each.
-
-    Raises:
-        DataError: without any image.
+    records: with `images` or `videos` as they were generated; those without are left out. Raises DataError without any
+    image.
     """
     media = [(record, [*(record.get("images") or ()), *(record.get("videos") or ())]) for record in records]
     shown = [(record, own[0]) for record, own in media if own]
     if not shown:
         raise DataError("a contact sheet needs at least one image")
     tiles = [
-        film_strip(video_frames(own), STRIP, side // 2) if is_video(own) else enlarge(to_rgb(own), side)
+        film_strip(video_frames(own), STRIP, SIDE // 2) if is_video(own) else enlarge(to_rgb(own), SIDE)
         for _, own in shown
     ]
-    width, height = max(side, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
-    columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
+    width, height = max(SIDE, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
+    columns = max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
     line = FONT_SIZE + 4
     cell_width, cell_height = width + MARGIN, height + MARGIN + line * (TEXT_LINES + 1) + 8
     lines = -(-len(shown) // columns)
@@ -222,7 +209,7 @@ def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]]
         records: as of `contact_sheet`; `fps` of videos, where it is known.
     """
     folder = Path(folder)
-    write_atomic(folder / SHEET, _encode(contact_sheet(records), lossless=True))
+    write_atomic(folder / SHEET, encoded(contact_sheet(records), **PNG))
     for index, record in enumerate(records):
         for video in record.get("videos") or []:
             write_mp4(folder / f"video_{index:03d}.mp4", video, record.get("fps"))

@@ -290,6 +290,28 @@ def parse_step(text: Any) -> int | None:
         return None
 
 
+def csv_records(path: Path) -> list[dict[str, str]]:
+    """The complete rows of a file of metrics, as text; a torn last row, rows without a step number and those that
+    cannot be read are left out."""
+    if not path.exists():
+        return []
+    lines: list[list[str]] = []
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # Excel's files begin so
+        reader, error = csv.reader(line for line in file if line.endswith("\n")), None
+        while True:
+            try:
+                lines.append(next(reader))
+            except StopIteration:
+                break
+            except csv.Error as each:
+                error = error or each
+    if error is not None:
+        logger.warning("%s has rows that cannot be read and are left out: %s", path, error)
+    header, *records = lines or [[]]
+    whole = [dict(zip(header, record)) for record in records if len(record) == len(header)]
+    return [record for record in whole if parse_step(record.get("step")) is not None]
+
+
 class CsvSink(Sink):
     """One row a step. New columns may appear at any step: the file is then rewritten with the wider header."""
 
@@ -301,30 +323,9 @@ class CsvSink(Sink):
         if self.path.exists():
             self._rewrite_with_used_columns(self._records_kept())
 
-    def records(self) -> list[dict[str, str]]:
-        """The complete rows on disk, as text; a torn last row, rows without a step number and those that cannot be
-        read are left out."""
-        if not self.path.exists():
-            return []
-        lines: list[list[str]] = []
-        with open(self.path, newline="", encoding="utf-8-sig", errors="replace") as file:  # Excel's files begin so
-            reader, error = csv.reader(line for line in file if line.endswith("\n")), None
-            while True:
-                try:
-                    lines.append(next(reader))
-                except StopIteration:
-                    break
-                except csv.Error as each:
-                    error = error or each
-        if error is not None:
-            logger.warning("%s has rows that cannot be read and are left out: %s", self.path, error)
-        header, *records = lines or [[]]
-        whole = [dict(zip(header, record)) for record in records if len(record) == len(header)]
-        return [record for record in whole if parse_step(record.get("step")) is not None]
-
     def _records_kept(self) -> list[dict[str, str]]:
-        """The same; a file of which no whole row is one, as of a spreadsheet with semicolons, is kept beside."""
-        records = self.records()
+        """Those of the file; one of which no whole row is one, as of a spreadsheet with semicolons, is kept beside."""
+        records = csv_records(self.path)
         if not records and self.path.exists() and self.path.read_bytes().count(b"\n") > 1:
             names = (Path(f"{self.path}.unreadable{number or ''}") for number in itertools.count())
             kept = self.path.rename(next(name for name in names if not name.exists()))
@@ -354,7 +355,7 @@ class CsvSink(Sink):
 
     def cut_back(self, step: int) -> None:
         if self.path.exists():
-            self._rewrite_with_used_columns([record for record in self.records() if int(record["step"]) <= step])
+            self._rewrite_with_used_columns([each for each in csv_records(self.path) if int(each["step"]) <= step])
 
     def _rewrite_with_used_columns(self, records: list[dict[str, str]]) -> None:
         """Columns that only later rows had go with them, so that the file is what it was at that step."""

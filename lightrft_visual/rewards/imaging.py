@@ -56,13 +56,12 @@ def video_frames(video: Any, count: int | None = None) -> list[Image.Image]:
 def encode_image(image: Any, image_format: str = "png") -> str:
     """Base64 of a lossless PNG, or of a JPEG of quality 95."""
     opened = to_pil(image)
-    buffer = io.BytesIO()
     if image_format == "jpeg":
-        opened.convert("RGB").save(buffer, "JPEG", quality=95)
+        content = imaging.encoded(opened.convert("RGB"), "JPEG", quality=95)
     else:
         lossless = opened if opened.mode in _PNG_MODES else opened.convert("RGB")
-        lossless.save(buffer, "PNG", compress_level=1)
-    return base64.b64encode(buffer.getvalue()).decode()
+        content = imaging.encoded(lossless, "PNG", compress_level=1)
+    return base64.b64encode(content).decode()
 
 
 @dataclass

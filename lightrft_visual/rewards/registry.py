@@ -338,13 +338,13 @@ class Catalogue:
         return CallableSource(function, name, given, self.config.reward_form, self.device, self.lenient)
 
     def _func(self, entry: RecipeEntry) -> Source:
-        if self._on_actors(entry):
+        if entry.transport == "ray":
             return self._ray_actors(entry.name, entry.key, entry.kwargs)
         return self._user_function(load_reward_fn(entry.key), entry.name, entry.kwargs)
 
     def _scorer(self, entry: RecipeEntry) -> Source:
         check_scorer(entry.key, entry.kwargs)
-        if self._on_actors(entry):
+        if entry.transport == "ray":
             return self._ray_actors(entry.name, entry.key, entry.kwargs)
         scorer = build_scorer(entry.key, entry.kwargs, self.config)
         if hasattr(scorer, "close"):  # it holds processes or connections
@@ -353,9 +353,6 @@ class Catalogue:
             return scorer
         copies = not is_shipped(find_scorer(entry.key))  # built-in ones only read
         return CallableSource(scorer, entry.name, lenient=self.lenient, copies=copies)
-
-    def _on_actors(self, entry: RecipeEntry) -> bool:
-        return (entry.transport or self.config.reward_transport) == "ray"
 
     def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
         if self.config.reward_fn_timeout is not None and ".py:" in key:

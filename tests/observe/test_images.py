@@ -51,9 +51,9 @@ def test_data_uri_holds_the_image():
 
 def test_sheet_has_a_cell_for_each_picture():
     records = [{"prompt": f"a cat {index}", "reward": index / 5, "images": [PIXELS]} for index in range(5)]
-    sheet = contact_sheet([*records, {"prompt": "no picture", "reward": 1.0}], columns=2, side=60)
-    assert sheet.width == 2 * 70 + 10
-    # PIXELS is 6 wide: enlarged ten times without blurring, in the first cell.
+    sheet = contact_sheet([*records, {"prompt": "no picture", "reward": 1.0}])
+    assert sheet.width == 4 * 234 + 10
+    # PIXELS is 6 wide: enlarged 37 times without blurring, in the first cell.
     assert sheet.getpixel((12, 12)) == tuple(PIXELS[0, 0])
     with pytest.raises(DataError):
         contact_sheet([{"prompt": "nothing"}])

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import metrics as sinks
-from lightrft_visual.observe.metrics import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink
+from lightrft_visual.observe.metrics import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink, csv_records
 from lightrft_visual.observe.report.data import read_columns
 from lightrft_visual.runtime.files import read_jsonl
 
@@ -104,7 +104,7 @@ def test_a_torn_last_row_is_dropped(tmp_path):
     CsvSink(path, ("step",)).append(3, {"a": 1.0})
     assert [row["step"] for row in read(path)] == ["1", "3"]
     path.write_text("step,a,b\n1,0.5,1\n2,0.")
-    assert [row["step"] for row in CsvSink(path, ("step",)).records()] == ["1"]
+    assert [row["step"] for row in csv_records(CsvSink(path, ("step",)).path)] == ["1"]
 
 
 def test_rows_behind_one_that_cannot_be_read_stay(tmp_path, caplog):
@@ -272,7 +272,8 @@ def test_a_csv_that_somebody_saves_anew_during_the_run_keeps_its_rows_under_thei
     sink.path.write_text(saved[kind], newline="")
     sink.append(3, {"loss": 1.5, "kl": 30})
     sink.append(4, {"loss": 2.0, "kl": 40, "new": 7})
-    numbers = [{name: float(value) for name, value in row.items() if value} for row in CsvSink(sink.path).records()]
+    again = csv_records(CsvSink(sink.path).path)
+    numbers = [{name: float(value) for name, value in row.items() if value} for row in again]
     rows = [{"step": step, "loss": step / 2, "kl": step * 10} for step in (1, 2, 3, 4)]
     torn = [rows[0], *rows[2:]]  # the last may be
     kept = {"emptied": rows[2:], "unterminated": torn, "semicolons": rows[2:]}.get(kind, rows)

@@ -24,7 +24,7 @@ from lightrft_visual.errors import (
 )
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
-from lightrft_visual.observe.metrics import CsvSink
+from lightrft_visual.observe.metrics import csv_records
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime.checkpoint import manager
 from lightrft_visual.runtime.checkpoint.behind import write_file
@@ -490,7 +490,7 @@ def test_a_signal_in_a_step_leaves_its_evaluation_to_the_run_that_goes_on_but_fo
     again.hooks.on_update = lambda result: setattr(again.state._stop, "made", True)
     again.fit()
     assert verify(tmp_path / "checkpoint-000002")["metrics"] == {"eval_reward": 0.1875}  # it may be the best one
-    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+    assert [record["step"] for record in csv_records(tmp_path / "eval_metrics.csv")] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -505,7 +505,7 @@ def test_an_evaluation_that_a_signal_ended_is_made_when_the_run_goes_on(walk, tm
     first.fit()
     assert names_in(tmp_path) == [f"checkpoint-{step:06}"]
     walk(eval_steps=1, resume=tmp_path / f"checkpoint-{step:06}").fit()
-    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+    assert [record["step"] for record in csv_records(tmp_path / "eval_metrics.csv")] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("at", ["scoring", "evaluation"])
@@ -530,7 +530,7 @@ def test_a_run_whose_rewards_are_gone_saves_before_it_ends_and_is_resumed_as_if_
     again = walk(eval_steps=1, resume=tmp_path / "checkpoint-000002")
     again.fit()
     assert again.step == again.weights == 3
-    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+    assert [record["step"] for record in csv_records(tmp_path / "eval_metrics.csv")] == ["0", "1", "2", "3"]
 
 
 def test_a_save_that_fails_does_not_hide_that_rewards_are_gone(walk):

@@ -91,18 +91,13 @@ class Parting:
     seen: int = 0
     reward: float = 0.0
     gold: float = 0.0
-    last: tuple[float, float] = (0.0, 0.0)
-    changes: tuple[float, float] = (0.0, 0.0)  # sums of squared differences of neighbouring values: reward, gold
+    last: Sequence[float] = (0.0, 0.0)
+    changes: Sequence[float] = (0.0, 0.0)  # sums of squared differences of neighbouring values: reward, gold
     start: float = 0.0  # gold's running mean at the end of the values learnt from
     best_gold: float = float("-inf")
     best_reward: float = 0.0  # the reward's running mean where gold was best
     best_step: int = 0
     apart: int = 0  # values in a row
-
-    @classmethod
-    def of(cls, kept: Mapping[str, Any]) -> Parting:
-        """From a checkpoint's values."""
-        return cls(**{key: tuple(value) if key in ("last", "changes") else value for key, value in kept.items()})
 
     def noise(self, which: int) -> float:
         """Standard deviation of the running mean of the reward (0) or of gold (1) around its trend, from differences of
@@ -333,7 +328,7 @@ class Guard:
             name: Band(STEP_BANDS[name], self.learn_steps, list(kept["values"]), int(kept["outside"]))
             for name, kept in state["bands"].items()
         }
-        self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}
+        self.partings = {name: Parting(**kept) for name, kept in state["partings"].items()}
         for name, test in self.tests.items():
             test.load_state_dict(state["gains"].get(name, {"first": [], "last": []}))
         self.raised = set(state["raised"])

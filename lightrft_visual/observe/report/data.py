@@ -1,6 +1,5 @@
 """What a run folder holds, read for the report. Any part may be missing: a run may be young, or cut short."""
 
-import csv
 import json
 import logging
 import math
@@ -20,13 +19,11 @@ from ...errors import DataError
 from ...runtime.files import QUICK_LOADER, compose_yaml, read_jsonl
 from ...runtime.masking import mask_config
 from ..images import SHEET, data_uri
-from ..metrics import parse_step
+from ..metrics import csv_records
 from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, numbered, read_object
 
 logger = logging.getLogger(__name__)
 
-# Ten times as quick, where PyYAML has them.
-QUICK_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Points = list[tuple[float, float]]
 Band = list[tuple[float, float, float]]  # (step, low, high)
 MAX_PIXELS = 40_000_000
@@ -73,25 +70,20 @@ def left_out(path: Path) -> Iterator[None]:
     """Inside a file of the run is read; what is wrong with it is a warning, and the report goes on without the rest."""
     try:
         yield
-    except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError, csv.Error) as error:
+    except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:
         logger.warning("%s is left out of the report: %s", path, error)
 
 
 def read_columns(path: Path) -> dict[str, Points]:
-    """Columns of a metrics file without empty cells, in file order; torn rows and text cells are left out, and what
-    stands behind a line that is no CSV."""
+    """Columns of a metrics file without empty and text cells, in file order."""
     columns: dict[str, Points] = {}
-    if not is_readable(path):
-        return {}
-    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file, left_out(path):  # Excel's begin so
-        lines = csv.reader(line for line in file if line.endswith("\n"))
-        header = next(lines, [])
-        columns |= {name: [] for name in header if name != "step"}
-        for cells in lines if header else ():
-            step = parse_step(cells[0]) if len(cells) == len(header) and header[0] == "step" else None
-            for name, text in zip(header[1:], cells[1:]) if step is not None else ():
-                if (value := to_float(text)) is not None and name in columns:
-                    columns[name].append((step, value))
+    with left_out(path):
+        for record in csv_records(path) if is_readable(path) else ():
+            step = int(record.pop("step"))
+            for name, text in record.items():
+                points = columns.setdefault(name, [])
+                if (value := to_float(text)) is not None:
+                    points.append((step, value))
     return {name: points for name, points in columns.items() if points}
 
 
@@ -315,13 +307,7 @@ def _mean_and_band(tables: Sequence[dict[float, float]]) -> list[tuple[float, fl
     ]
 
 
-def deviation_of(run: RunData, kind: str, name: str) -> str:
-    """` ± 0.012`: half the width of the band at its last step; empty for a single run.
-
-    Args:
-        run: one, or several seeds as one.
-        kind: "metrics" of training steps or "evaluation".
-        name: of the metric.
-    """
-    band = run.bands.get(kind, {}).get(name)
+def deviation_of(run: RunData, name: str) -> str:
+    """` ± 0.012`: half the width of an evaluation metric's band at its last step; empty for a single run."""
+    band = run.bands.get("evaluation", {}).get(name)
     return f" ± {(band[-1][2] - band[-1][1]) / 2:.3f}" if band else ""

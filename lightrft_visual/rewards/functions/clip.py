@@ -9,14 +9,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 
 from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
-from .image_scoring import (
-    in_batches,
-    is_weight_file,
-    load_checkpoint,
-    load_published,
-    load_tensors,
-    mean_over_frames,
-)
+from .image_scoring import in_batches, load_checkpoint, load_published, load_tensors, mean_over_frames
 
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 # Parts of names in open_clip's checkpoints, and what transformers calls them.
@@ -45,7 +38,7 @@ class CLIPPairs:
     """Normalised embeddings of images and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
 
     def __init__(self, model: str, processor: str | None, scorer: str, batch_size: int, offload: bool) -> None:
-        if is_weight_file(model):
+        if model.endswith((".pt", ".pth", ".bin", ".safetensors")):  # a published file, `hub/name:file` or a path
             processor = processor or VIT_H
             self.model = from_open_clip(load_tensors(model, scorer), processor, scorer).eval()
         else:

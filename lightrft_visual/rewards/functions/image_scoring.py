@@ -67,11 +67,6 @@ def load_tensors(path: str, scorer: str) -> dict[str, torch.Tensor]:
         return loaded.get("state_dict", loaded)
 
 
-def is_weight_file(path: str) -> bool:
-    """Whether a model is named by a file of weights, `hub/name:file` or local, and not by a folder or hub name."""
-    return path.endswith((".pt", ".pth", ".bin", ".safetensors"))
-
-
 def load_published(
     model: torch.nn.Module, state: Mapping[str, torch.Tensor], names: Mapping[str, str], scorer: str,
     unread: Collection[str] = (),

@@ -1,17 +1,15 @@
 """How well an image compresses (DDPO, arXiv 2305.13301)."""
 
-import io
 from typing import Any
 
+from ...data.media import encoded
 from ...errors import ConfigError
 from .image_scoring import mean_over_frames
 
 
 def jpeg_kilobytes(image: Any, quality: int) -> float:
     """Size of the image as JPEG, in units of 1000 bytes."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "JPEG", quality=quality)
-    return len(buffer.getvalue()) / 1000
+    return len(encoded(image.convert("RGB"), "JPEG", quality=quality)) / 1000
 
 
 class Incompressibility:
