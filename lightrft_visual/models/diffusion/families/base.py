@@ -405,17 +405,17 @@ class DiffusionFamily(ABC):
 
 
 class KLImages(DiffusionFamily):
-    """Of images by an AutoencoderKL, whose latents are normalised by one scale and, where it has one, one shift."""
+    """Of images by an AutoencoderKL, whose latents are normalised by one scale and one shift."""
 
     def decode(self, latents: T) -> T:
         """(B, C, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
-        return decoded(vae, latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0))
+        return decoded(vae, latents / vae.config.scaling_factor + vae.config.shift_factor)
 
     def encode(self, images: T) -> T:
         """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""
         vae = self.pipeline.vae
-        return (encoded_mean(vae, images) - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+        return (encoded_mean(vae, images) - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 class PackedLatents(DiffusionFamily):

@@ -8,13 +8,13 @@ from diffusers import DDIMScheduler
 from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ..layers import upcast
-from .base import KLImages, in_whole_batches, spatial_latent
+from .base import DiffusionFamily, decoded, encoded_mean, in_whole_batches, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
 
 
-class StableDiffusion15(KLImages):
+class StableDiffusion15(DiffusionFamily):
     """sigma is sqrt(1 - alpha_bar); the last step goes to alpha_bar = 1. Timesteps are the scheduler's integers."""
 
     prediction = "epsilon"
@@ -54,6 +54,16 @@ class StableDiffusion15(KLImages):
         Args: as of `DiffusionFamily.evaluated`.
         """
         return DDIMScheduler.from_config(scheduler.config, clip_sample=False, thresholding=False, set_alpha_to_one=True)
+
+    def decode(self, latents: T) -> T:
+        """(B, 4, h, w) to (B, 3, H, W)."""
+        vae = self.pipeline.vae
+        return decoded(vae, latents / vae.config.scaling_factor)
+
+    def encode(self, images: T) -> T:
+        """(B, 3, H, W) to (B, 4, h, w): the mean of the autoencoder's answer."""
+        vae = self.pipeline.vae
+        return encoded_mean(vae, images) * vae.config.scaling_factor
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(4, height / 8, width / 8)."""
