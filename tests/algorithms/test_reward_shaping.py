@@ -56,6 +56,9 @@ class TestRunningNorm:
     def test_one_reward_and_no_spread_divide_by_one(self):
         assert self.normed(self.calculator(False), [4.0]) == [4.0]
         assert self.normed(self.calculator(False), [2.0, 2.0, 2.0]) == [2.0] * 3
+        calculator = self.calculator()
+        assert self.normed(calculator, [2.0, 2.0, 2.0]) == [0.0] * 3
+        assert self.normed(self.calculator(), []) == []
 
 
 class TestComputeReward:

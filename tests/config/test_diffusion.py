@@ -144,7 +144,7 @@ def test_num_steps_follows_a_given_schedule() -> None:
     assert config.sampling.num_steps == rollout_sampling(config).num_steps == 3
     assert load("--sigmas", "1,0.5,0.2,0").sampling.num_steps == 4
     late = load("--timesteps", "900,300,10", *REWARD_FL, "--mid_timestep", "1", "--final_timestep", "2")
-    assert registry.diffusion_algorithms.load("reward_fl")(late).num_inference_steps == 3
+    assert registry.diffusion_algorithms.load("reward_fl")(late).num_steps == 3
 
 
 OWN = ("--pretrain", "model", "--prompt_data", "rows.csv")
