@@ -27,6 +27,12 @@ def ranks_started() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
 
 
+def above_one(names: Sequence[str]) -> str | None:
+    """'NAME is N' of the first of these variables of the environment that says more than one."""
+    found = ((name, os.environ.get(name, "")) for name in names)
+    return next((f"{name} is {text}" for name, text in found if text.isdecimal() and int(text) > 1), None)
+
+
 def ranks_on_host() -> int:
     """Of `ranks_started` those on this host, by LOCAL_WORLD_SIZE (torchrun) or LOCAL_SIZE (DeepSpeed); else all."""
     ranks = ranks_started()
