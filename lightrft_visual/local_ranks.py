@@ -1,5 +1,6 @@
 """Ranks of one run on this host, started and waited for by one process."""
 
+import logging
 import math
 import os
 import signal
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 import psutil
 
 from .runtime.host_memory import free_port, nvidia_devices
-from .runtime.presence import STARTED_BY
+from .runtime.presence import STARTED_BY, TASKS, above_one
 
+logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1
 GRACE = 60.0  # seconds in which ranks that have met end by themselves once one has failed
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -34,6 +36,10 @@ def start_ranks(arguments: Sequence[str], ranks: int | None = None) -> int:
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()), STARTED_BY: str(os.getpid()),
     }  # fmt: skip
+    numbered = ("WORLD_SIZE",) if os.environ.get("RANK") else ()  # else a shell has left it over
+    if several := above_one((*TASKS, "PET_NNODES", *numbered)):
+        told = f"{several} here, and launch starts a run of this host alone"
+        logger.warning("%s; for one run have one task a host start torchrun instead (docs/multi_node.md)", told)
     processes: list[subprocess.Popen] = []
     hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # under nohup it stays so
     before = {number: signal.signal(number, lambda got, _: _send(processes, got)) for number in (*FORWARDED, *hangup)}

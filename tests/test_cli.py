@@ -21,7 +21,7 @@ from lightrft_visual.config.recipes import LayerReader
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import doctor
-from lightrft_visual.runtime.presence import handled
+from lightrft_visual.runtime.presence import TASKS, handled
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
@@ -286,6 +286,26 @@ def test_launch_leaves_options_behind_a_script_to_the_script(monkeypatch):
     monkeypatch.setattr(local_ranks, "start_ranks", lambda arguments, ranks: print(*arguments, ranks))
     told = CliRunner().invoke(cli.cli, ["launch", "--ranks", "1", "own.py", "--ranks", "2", "--help"])
     assert told.output == "own.py --ranks 2 --help 1\n"
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "2"}, "SLURM_STEP_NUM_TASKS is 2 here"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 here"),
+        ({"PET_NNODES": "3"}, "PET_NNODES is 3 here"),
+        ({"WORLD_SIZE": "8", "PET_NNODES": "1:4", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_launch_on_each_of_several_hosts_is_told_once_that_it_starts_a_run_of_one(there, told, monkeypatch, caplog):
+    for name in ("RANK", "WORLD_SIZE", "PET_NNODES", *TASKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(local_ranks.subprocess, "Popen", lambda *given, **named: None)
+    monkeypatch.setattr(local_ranks, "_codes", lambda processes: [0])
+    assert local_ranks.start_ranks(["own.py"], 2) == 0
+    assert [text.split(",")[0] for text in caplog.messages] == ([told] if told else [])
 
 
 def test_launch_ends_when_a_rank_has_failed_though_another_one_is_stopped(tmp_path):

@@ -67,7 +67,10 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
     outputs = {name: each for name in looked_at if (each := getattr(output, name, None))}  # else it is in output_dir
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each)]
     for name, each in outputs.items():
-        there = next(folder for folder in Path(each, "_").absolute().parents if folder.exists())
+        folders = Path(each, "_").absolute().parents
+        there = next(folder for folder in folders if folder.exists())
+        lost = [folder for folder in folders if folder.is_symlink() and not folder.exists()]
+        found += [f"--{name}: {folder} is a link to {folder.readlink()}, which does not exist" for folder in lost]
         if there.is_dir() and not os.access(there, os.W_OK):
             found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []

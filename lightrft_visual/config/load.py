@@ -21,9 +21,10 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import ConfigError, LightRFTVisualError, nearest, refused_as, writable
+from ..errors import ConfigError, LightRFTVisualError, nearest, refused_as
 from ..runtime.files import Escaped, compose_yaml, write_atomic
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
+from ..runtime.presence import check_launch
 from ..runtime.start_up import open_closed_streams
 from . import registry
 from .command_line import NULL_WORDS, parse_command_line
@@ -43,7 +44,6 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
 OF_SEVERAL = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what each of several ranks is told
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 LONGEST_NAME = 255  # bytes that a file's name can have
@@ -185,21 +185,6 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
         raise SystemExit(2) from error
 
 
-def check_launch() -> None:
-    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers.
-    Empty ones are taken out: libraries would read them."""
-    for name in (*RANK_VARIABLES, "MASTER_ADDR"):
-        if not os.environ.get(name, "0"):
-            del os.environ[name]
-    for name in RANK_VARIABLES:
-        text = os.environ.get(name, "0")
-        if not (text.isascii() and text.isdigit()):
-            raise ConfigError(
-                f"the environment variable {name} is {writable(text)!r}; a launcher sets it to a whole number: unset "
-                "it, or start the run by deepspeed or torchrun"
-            )
-
-
 def check_ranks(config: Any) -> None:
     """Raise ConfigError before a run whose launcher numbers it and leaves out what else several ranks need."""
     if not os.environ.get("RANK") or os.environ.get("WORLD_SIZE") == "1":
@@ -213,9 +198,10 @@ def check_ranks(config: Any) -> None:
 
 
 def _print_once(text: str, file: TextIO | None = None) -> None:
-    """Print in the first rank alone, as the launcher numbers them; a script that runs alone is that rank."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or not rank.isdecimal() or os.environ.get("WORLD_SIZE", "1") == "1":
+    """Print in the first rank alone, as the launcher numbers them, or in one that is none of them; a script that runs
+    alone is that rank."""
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and ranks.isdecimal() and 0 < int(rank) < int(ranks)):
         Escaped(file or sys.stdout).write(f"{text}\n")
 
 

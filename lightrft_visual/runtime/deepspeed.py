@@ -151,10 +151,9 @@ class DeepspeedStrategy:
                 alone |= {name: os.environ[name] for name in alone if os.environ.get(name)}
             else:
                 _set_here.update(alone)
-                for name in presence.TASKS:
-                    if int(os.environ.get(name) or 1) > 1:
-                        told = f"{name} is {os.environ[name]} without RANK: each of these tasks is a run of one rank"
-                        logger.warning("%s; have one task a host start torchrun instead (docs/multi_node.md)", told)
+                if several := presence.above_one(presence.TASKS):
+                    told = f"{several} without RANK: each of these tasks is a run of one rank"
+                    logger.warning("%s; have one task a host start torchrun instead (docs/multi_node.md)", told)
             os.environ.update(alone)
         if self.config.deterministic:
             choose_deterministic()
@@ -213,7 +212,7 @@ class DeepspeedStrategy:
                 made.state.clear()  # in bf16 DeepSpeed has stepped on gradients of zero, which Adam would count
             return rate_schedule(settings.scheduler, made, settings.warmup_steps, max(1, settings.total_steps))
 
-        with vendor_patches.gradients_one_by_one():
+        with vendor_patches.gradients_one_by_one(), vendor_patches.local_rank_under_open_mpi():
             engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -247,7 +246,8 @@ class DeepspeedStrategy:
         self.divide(module.parameters())
         module.to(self.device)
         config = self._divided_config(**gather_by_blocks(module))
-        engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+        with vendor_patches.local_rank_under_open_mpi():
+            engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         return engine
 
     def _train_config(self, module: nn.Module, settings: OptimizerSettings) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from types import FrameType
 
 import psutil
 
+from ..errors import ConfigError, writable
+
 FRONTS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # start one of the following and wait for it
 STARTERS = (
     "deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch.distributed.launch",
@@ -19,12 +21,39 @@ STARTERS = (
 )  # fmt: skip
 WITH_VALUE = ("-W", "-X")  # options of Python whose value may be the next word
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun: processes they have started
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
 STARTED_BY = "LIGHTRFT_STARTED_BY"  # environment variable: the process that a rank's launcher has put beside it
 
 
 def ranks_started() -> int:
     """By the launcher, which numbers them by RANK. Without that there is one, whatever else a shell has left over."""
     return int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
+
+
+def check_launch() -> None:
+    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers,
+    or numbers that cannot be. Empty ones are taken out: libraries would read them."""
+    for name in (*RANK_VARIABLES, "MASTER_ADDR"):
+        if not os.environ.get(name, "0"):
+            del os.environ[name]
+    for name in RANK_VARIABLES:
+        text = os.environ.get(name, "0")
+        if not (text.isascii() and text.isdigit()):
+            raise ConfigError(
+                f"the environment variable {name} is {writable(text)!r}; a launcher sets it to a whole number: unset "
+                "it, or start the run by deepspeed or torchrun"
+            )
+    ranks = ranks_started()
+    if ranks != 1 and int(os.environ["RANK"]) >= ranks:
+        raise ConfigError(f"RANK is {os.environ['RANK']} of WORLD_SIZE {ranks}; ranks count from 0")
+    if ranks > 1 and not 0 < int(os.environ.get("MASTER_PORT", "1")) < 2**16:
+        raise ConfigError(f"MASTER_PORT is {os.environ['MASTER_PORT']}; ports are 1 to 65535")
+
+
+def above_one(names: Sequence[str]) -> str | None:
+    """'NAME is N' of the first of these variables of the environment that says more than one."""
+    found = ((name, os.environ.get(name, "")) for name in names)
+    return next((f"{name} is {text}" for name, text in found if text.isdecimal() and int(text) > 1), None)
 
 
 def ranks_on_host() -> int:

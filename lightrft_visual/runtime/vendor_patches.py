@@ -7,7 +7,7 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -58,6 +58,16 @@ def gradients_one_by_one() -> Iterator[None]:
 
     with patch.object(stage3, "z3_leaf_parameter", lambda parameter: False):
         yield
+
+
+def local_rank_under_open_mpi() -> AbstractContextManager[None]:
+    """Inside, `deepspeed.initialize` finds LOCAL_RANK as the number that Open MPI gave to this task.
+
+    Why: it refuses any other. A launcher that a task of `mpirun` starts numbers ranks of its own, which get the task's
+    variables too.
+    Versions: DeepSpeed 0.14 to 0.19.
+    """
+    return variable("OMPI_COMM_WORLD_LOCAL_RANK", os.environ["LOCAL_RANK"])
 
 
 def settle_gradients(engine: Any) -> None:

@@ -641,6 +641,26 @@ def test_a_launchers_variable_that_is_no_number_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ({"RANK": "2"}, "RANK is 2 of WORLD_SIZE 2; ranks count from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0 of WORLD_SIZE 0; ranks count from 0"),
+        ({"RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT is 99999; ports are 1 to 65535"),
+        ({"RANK": "0", "MASTER_PORT": "0"}, "MASTER_PORT is 0; ports are 1 to 65535"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "", "WORLD_SIZE": "0", "MASTER_PORT": "0"}, None),
+    ],
+)
+def test_a_rank_or_port_that_cannot_be_is_told_before_the_ranks_wait_for_each_other(
+    there: dict[str, str], told: str | None, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launchers_variables(monkeypatch, LAUNCHED | there)
+    with pytest.raises(SystemExit) as ended:
+        config_or_exit(RunConfig, ["--dry_run"])
+    assert (ended.value.code, capsys.readouterr().err) == ((2, f"error: {told}\n") if told else (0, ""))
+
+
+@pytest.mark.parametrize(
     ("there", "missing"),
     [
         ({"RANK": "1"}, "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),

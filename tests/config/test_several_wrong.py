@@ -119,6 +119,9 @@ def test_missing_files_of_a_folder_above_the_working_directory_only_what_is_give
     assert found.startswith(f"--ckpt_path: {tmp_path}/kept cannot be written")
     (own / "taken").touch()
     assert missing("--output_dir", "taken") == ["--output_dir: taken is a file, no folder"]
+    (own / "lost").symlink_to("gone")
+    told = f"--output_dir: {own}/lost is a link to gone, which does not exist"
+    assert missing("--output_dir", "lost") == missing("--output_dir", "lost/run") == [told]
 
 
 def test_missing_files_reward_that_names_no_function_of_a_file_is_told_how_to_be_written():

@@ -18,7 +18,7 @@ from waiting import polls
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import ConfigError, LightRFTVisualError
 from lightrft_visual.runtime import deepspeed as runtime
-from lightrft_visual.runtime.deepspeed import ALONE, DeepspeedStrategy
+from lightrft_visual.runtime.deepspeed import ALONE, DeepspeedStrategy, OptimizerSettings
 from lightrft_visual.runtime.host_memory import free_port
 
 
@@ -67,18 +67,38 @@ def warned() -> list[str]:
     handler, texts = logging.Handler(), []
     handler.emit = lambda record: texts.append(record.getMessage())
     runtime.logger.addHandler(handler)
-    DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
+    strategy.setup_distributed()
+    try:
+        strategy.prepare(torch.nn.Linear(2, 2), OptimizerSettings(1e-2, total_steps=1))
+        strategy.prepare_inference(torch.nn.Linear(2, 2))
+    except AssertionError as error:
+        texts.append(str(error))
     return texts
 
 
-def test_tasks_of_srun_without_a_launcher_are_told_that_each_is_a_run_of_its_own(tmp_path):
+@pytest.fixture(scope="module")
+def told_to_tasks(tmp_path_factory) -> dict[str, list[str]]:
+    """What processes are told whose variables are of srun or mpirun, and maybe of a launcher."""
+    folder = tmp_path_factory.mktemp("tasks")
     environment = {name: value for name, value in os.environ.items() if name not in (*ALONE, "MASTER_PORT")}
-    cases = {"apart": {"SLURM_STEP_NUM_TASKS": "2"}, "one": {"SLURM_STEP_NUM_TASKS": "1"}}
-    cases["ranked"] = {"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}
-    together(run_work, [(warned, (), str(tmp_path / name), environment | told) for name, told in cases.items()], 260)
-    found = {name: torch.load(tmp_path / name) for name in cases}
-    assert len(found["apart"]) == 1 and "each of these tasks is a run of one rank" in found["apart"][0]
-    assert found["one"] == found["ranked"] == []
+    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    ranked = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    cases = {"srun": {"SLURM_STEP_NUM_TASKS": "2"}, "mpirun": open_mpi, "ranked": open_mpi | ranked}
+    cases["one"] = {"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "abc"}
+    together(run_work, [(warned, (), str(folder / name), environment | told) for name, told in cases.items()], 260)
+    return {name: torch.load(folder / name) for name in cases}
+
+
+@pytest.mark.parametrize("case", ["srun", "mpirun"])
+def test_tasks_without_a_launcher_are_told_that_each_is_a_run_of_its_own(told_to_tasks, case):
+    (told,) = told_to_tasks[case]
+    assert "is 2 without RANK: each of these tasks is a run of one rank" in told
+
+
+@pytest.mark.parametrize("case", ["one", "ranked"])
+def test_a_task_alone_or_of_a_launcher_trains_unwarned_whatever_open_mpi_says(told_to_tasks, case):
+    assert told_to_tasks[case] == []
 
 
 def test_several_ranks_at_a_taken_port_are_told_which_and_what_to_do(taken, tmp_path):

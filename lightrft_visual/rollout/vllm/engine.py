@@ -3,6 +3,7 @@ TRL's colocated mode. Tested with vLLM 0.26 to 0.32."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -103,7 +104,10 @@ class VLLMEngine(ResidentEngine):
             # Of further arguments the names alone: values may be secrets.
             asked = {"engine_quantization": s.quantization, "engine_kwargs": ", ".join(s.extra)}
             given = "".join(f", with {name} {value}" for name, value in asked.items() if value)
-            raise RolloutError(f"vLLM could not load {s.model}{given}: {type(error).__name__}: {error}") from error
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS) and not error.filename:
+                told += "; is /dev/shm full or read-only (df -h /dev/shm)? For a container: docker run --shm-size 16g"
+            raise RolloutError(f"vLLM could not load {s.model}{given}: {told}") from error
         if torch.get_num_threads() != threads:  # on CUDA vLLM 0.32 leaves one, for optimizers on the host too
             torch.set_num_threads(threads)
         if take_away is not None:

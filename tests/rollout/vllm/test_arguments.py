@@ -1,5 +1,6 @@
 """Engine arguments: what vLLM itself would refuse, on this machine and on CUDA, before a model is loaded."""
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -20,7 +21,7 @@ from lightrft_visual.config.algorithm import AlgorithmConfig
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.data.media import Video
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.rollouts import PromptFeatures
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES, build_tokenizer
 from lightrft_visual.rollout.vllm import arguments
@@ -259,3 +260,21 @@ def test_a_vllm_that_leaves_a_videos_metadata_aside_is_told_it_beside_the_video(
     assert ignores_video_metadata("qwen2_5_vl") and not ignores_video_metadata("qwen2_vl")
     monkeypatch.setattr("vllm.__version_tuple__", (0, 31, 0))
     assert not ignores_video_metadata("qwen2_5_vl")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "device; is /dev/shm full or read-only"),
+        (OSError(errno.ENOSPC, "No space left on device", "/cache/file"), "device: '/cache/file'$"),
+    ],
+)
+def test_an_engine_that_finds_no_room_in_shared_memory_names_it_and_a_file_elsewhere_alone(
+    root, monkeypatch, error, told
+):
+    def full(**arguments):
+        raise error
+
+    monkeypatch.setattr("vllm.LLM", full)
+    with pytest.raises(RolloutError, match=told):
+        VLLMEngine(VLLMSettings.from_config(run_with(), checkpoint_of(root, "qwen2")))
