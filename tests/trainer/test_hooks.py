@@ -136,7 +136,9 @@ def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users
     kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
     kept.register("second", about="", kinds=("vl",))(lambda parts: Adds(f"{parts.word} 2"))
     hooks = Hooks()
-    hooks.build(SimpleNamespace(kind="vl", word="own", config=None), [type("Own", (Adds,), {"last": deque()})("user's")])
+    hooks.build(
+        SimpleNamespace(kind="vl", word="own", config=None), [type("Own", (Adds,), {"last": deque()})("user's")]
+    )
     assert hooks.on_scores([]) == ["own 1", "own 2", "user's", "the last"]
 
 
