@@ -93,6 +93,17 @@ def test_an_adapter_that_leaves_an_input_out_is_refused_with_its_name_and_no_lar
         assert told in str(refused.value)
 
 
+def test_an_error_in_an_adapter_of_ones_own_is_told_with_its_place_and_without_hints():
+    class Slips(VLMFamily):
+        def arguments(self, inputs, types):
+            return inputs.vision.joined() | {"token_type_ids": types.integers()}
+
+    with pytest.raises(ConfigError, match="by the adapter Slips: its forward fails: AttributeError: .*; see") as told:
+        proven(stock("gemma3"), Slips)
+    assert told.value.__cause__.__traceback__ is not None
+    assert "of its own" not in str(told.value) and "must " not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("model_type", "dtype"), [("qwen3_vl_moe", torch.float32), ("qwen3_5", torch.bfloat16)], ids=str
 )
