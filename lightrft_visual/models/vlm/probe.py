@@ -35,6 +35,7 @@ from ...experience.vision import VisionTensors
 from ...runtime import collectives
 from ...runtime.files import cache_root, parse_record, to_json, write_atomic
 from ...runtime.packages import is_shipped
+from ...runtime.usercode.calls import describe_error
 from ...runtime.zero3_loading import reading_across
 from ..loading import Checkpoint
 from .actor import Actor
@@ -167,21 +168,21 @@ def _keep(path: Path, found: Mapping[str, Any]) -> None:
 
 def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> tuple[Finding, Exception | None]:
     """What comes of a comparison, and what it raised: that is a finding too, as it is on every rank."""
-    training, failed, raised = actor.training, "its samples cannot be made", None
+    training, failed, raised = actor.training, "making its samples", None
     base, samples, passed = actor.backbone.base, [], {"input_ids", "attention_mask"}
     actor.eval()
     try:
         samples += made_up_samples(checkpoint, _length(actor.backbone.config, longest))
-        failed = "the model's own class, given all that its processor makes, fails"
+        failed = "the model's own class, given all that its processor makes,"
         with reading_across(actor):
             own = _Own.of(actor, samples)
-            failed = "its forward fails"
+            failed = "its forward"
             with base.register_forward_pre_hook(lambda *call: passed.update(call[-1]), with_kwargs=True):
                 finding = compare(actor, samples, own)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what a forward raises that lacks an input, or is given a wrong one, is of any kind
-        finding, raised = Finding(math.inf, "", _TOLERANCE, "", f"{failed}: {type(error).__name__}: {error}"), error
+        finding, raised = Finding(math.inf, "", _TOLERANCE, "", f"{failed} {describe_error(error)}"), error
     finally:
         actor.train(training)
     passed.update(name for sample in samples for name in sample.vision.names)
