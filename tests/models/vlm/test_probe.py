@@ -16,6 +16,7 @@ from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families import VLMFamily, family_of, unregistered
 from lightrft_visual.models.vlm.families.qwen import QwenVL
+from lightrft_visual.models.vlm.families.text import TextOnly
 from lightrft_visual.models.vlm.families.unregistered import Unregistered
 
 
@@ -192,6 +193,11 @@ def text_model(model_type: str, **settings) -> Stock:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     perturb(model, 0, 0.1)
     return Stock(model, None, tokenizer)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_the_adapter_of_text_models_agrees_with_their_own_class_packed_too(model_type):
+    assert "; padded; packed)" in proven(text_model(model_type, num_key_value_heads=1), TextOnly)
 
 
 def test_a_text_model_without_an_adapter_is_compared_too(monkeypatch):
