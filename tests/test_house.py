@@ -102,11 +102,12 @@ def test_a_room_holds_no_more_than_its_budget(budgeted):
     own = {name for name in MODULES if (room(name) if room(name) in BUDGETS else "") == budgeted}
     own = {name for name in own if room(name) != "plugins" and not is_entry(name)}
     count, budget = lines_of(own), BUDGETS[budgeted]
+    todo = "write it shorter, or raise the number in this commit and say in its message what for"
     if budgeted in SHRINKING:
-        assert count <= SHRINKING[budgeted], f"{budgeted}: {count} lines, more than {SHRINKING[budgeted]}"
+        assert count <= SHRINKING[budgeted], f"{budgeted}: {count} lines, more than {SHRINKING[budgeted]}: {todo}"
         assert count > budget, f"{budgeted}: {count} lines are within the budget; take it out of SHRINKING"
     else:
-        assert count <= budget, f"{budgeted}: {count} lines, the budget is {budget}"
+        assert count <= budget, f"{budgeted}: {count} lines, the budget is {budget}: {todo}"
 
 
 def test_a_file_that_is_one_entry_is_short():

@@ -92,9 +92,9 @@ class Registry(Generic[E]):
         """The code behind a name. Raises ConfigError for an unknown one."""
         return self[name].load()
 
-    def present(self) -> Iterator[tuple[E, Any]]:
-        """Each entry with its code, in their order; without those of plug-ins that are not there."""
-        for entry in self:
+    def present(self, asked: Callable[[E], bool] | None = None) -> Iterator[tuple[E, Any]]:
+        """Each entry with its code, in their order; without those of plug-ins that are not there. asked: which ones."""
+        for entry in filter(asked, self):
             try:
                 yield entry, entry.load()
             except PluginMissing:

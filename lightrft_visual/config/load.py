@@ -21,7 +21,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import ConfigError, LightRFTVisualError, nearest, refused_as
+from ..errors import ConfigError, LightRFTVisualError, nearest, refused_as, told_of
 from ..runtime.files import Escaped, compose_yaml, write_atomic
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.presence import check_launch
@@ -121,7 +121,8 @@ def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapp
     """Settings of the preset's recipe; for a value without a recipe, or without a value, the schema's own complaint
     comes first."""
     try:
-        return reader.read(preset if isinstance(preset, str) else preset(tree))
+        with told_of("the recipe of the embedded model"):
+            return reader.read(preset if isinstance(preset, str) else preset(tree))
     except (ConfigError, OmegaConfBaseException):
         _build(reader.names, tree, sources)
         raise

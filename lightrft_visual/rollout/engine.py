@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -211,13 +212,13 @@ class RolloutStage:
         given: set[int] = set()
 
         def pass_on(number: int, responses: list[Completion]) -> None:
-            check_completions(self.engine, [prompts[number]], [responses], settings.n)
+            check_completions(self.engine, [prompts[number]], [responses], settings)
             given.add(number)
             take(number, responses)
 
         streamed = (pass_on,) if at_once and self.engine.streams else ()
         made = list(self.engine.generate(prompts, settings, *streamed))
-        check_completions(self.engine, prompts, made, settings.n)
+        check_completions(self.engine, prompts, made, settings)
         for number, responses in enumerate(made):
             if number not in given:
                 take(number, responses)
@@ -235,8 +236,24 @@ def diverged(what: str, model: torch.nn.Module | None = None) -> NonFiniteError:
     )
 
 
+def _wrong_of(response: Completion, most: int) -> str:
+    """What keeps an engine's response from being trained on; "" for a right one, which may be empty: of an episode that
+    could not begin. most: tokens of text."""
+    ids, log_probs = getattr(response, "token_ids", None), getattr(response, "log_probs", None)
+    if not isinstance(ids, list):
+        return f"a {type(response).__name__} whose token_ids are a {type(ids).__name__}, not a list"
+    if not isinstance(next(iter(ids), 0), Integral) or min(ids, default=0) < 0:
+        return f"token ids that are no numbers from 0 on, such as {ids[0]!r}"
+    if log_probs is not None and len(log_probs) != len(ids):
+        return f"{len(log_probs)} log-probs for {len(ids)} tokens"
+    return f"{len(ids)} tokens, {most} are the most" if len(ids) > most and response.image is None else ""
+
+
 def check_completions(
-    engine: object, prompts: Sequence[PromptFeatures], made: Sequence[Sequence[Completion]], n: int
+    engine: object,
+    prompts: Sequence[PromptFeatures],
+    made: Sequence[Sequence[Completion]],
+    settings: SamplingSettings,
 ) -> None:
     """Raise RolloutError unless an engine gave what it was asked for, and saw the prompts that the trainer will score.
 
@@ -244,8 +261,9 @@ def check_completions(
         engine: which is named.
         prompts: that it was given.
         made: its completions of each.
-        n: completions of each that were asked for.
+        settings: that it was asked with.
     """
+    n = settings.n
     if (counts := [len(each) for each in made]) != [n] * len(prompts):
         least, most = min(counts, default=0), max(counts, default=0)
         given = f"{least} to {most}" if least < most else f"{most}"
@@ -253,6 +271,8 @@ def check_completions(
         raise RolloutError(f"{told}, and gave {given} of each of {len(counts)}")
     for prompt, responses in zip(prompts, made):
         for response in responses:
+            if wrong := _wrong_of(response, settings.most_tokens):
+                raise RolloutError(f"prompt {prompt.group_id}: engine {type(engine).__name__} gave {wrong}")
             ours, theirs = (response.prompt or prompt).token_ids, response.prompt_token_ids
             if ours != theirs:
                 index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))

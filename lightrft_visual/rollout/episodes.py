@@ -163,8 +163,9 @@ class _Round:
                 requests, n = [replace(each, limit=self.stage.most_tokens) for each in prompts], self.settings.n
             else:
                 requests, n = [self._request(key) for key in keys], 1
-            found = list(engine.generate(requests, replace(self.settings, n=n)))
-            check_completions(engine, requests, found, n)
+            settings = replace(self.settings, n=n)
+            found = list(engine.generate(requests, settings))
+            check_completions(engine, requests, found, settings)
             completions = [one for each in found for one in each]
             first = False
             steps = {self._sampled(key, completion): key for key, completion in zip(keys, completions)}
@@ -191,7 +192,7 @@ class _Round:
         wait(resetting, timeout=BEGIN_TOGETHER)  # what begins quickly is asked for together, in order
         while admission.busy or stepping or resetting:
             for key, completion in admission.step() if admission.busy else ():
-                check_completions(self.stage.engine, [asked.pop(key)], [[completion]], 1)
+                check_completions(self.stage.engine, [asked.pop(key)], [[completion]], replace(self.settings, n=1))
                 stepping[self._sampled(key, completion)] = key
             going = {**stepping, **resetting}
             done, _ = wait(going, timeout=0 if admission.busy else None, return_when=FIRST_COMPLETED)

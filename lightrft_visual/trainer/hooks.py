@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
-from ..config.kinds import check_hooks
+from ..config.kinds import MOMENTS, check_hooks
 from ..errors import CheckpointError, ConfigError
 from ..experience.rollouts import Rollouts
 from ..observe.metrics import MetricsAccumulator
@@ -251,17 +251,18 @@ class Hooks:
 
     def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
         """Those that the configuration of `parts` asks for, in the registry's order, a user's own, and the `last`."""
-        made = [(entry.shipped, entry.load()(parts)) for entry in registry.hooks if parts.kind in entry.kinds]
+        entries = registry.hooks.present(lambda each: parts.kind in each.kinds)
+        made = [(entry.shipped, make(parts)) for entry, make in entries]
         self._hooks += [each for each in (*(hook for _, hook in made), *callbacks) if each is not None]
-        self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
+        self._hooks.sort(key=lambda hook: getattr(hook, "last", False) is True)
         check_hooks(self._hooks)
         registered = {type(hook) for shipped, hook in made if not shipped} - {type(None), SimpleNamespace}
         for twice in (type(hook).__name__ for hook in callbacks if type(hook) in registered):
             told = "its file registers it, and it is given as a callback: leave one of them out"
             raise ConfigError(f"the hook {twice} would follow the run twice: {told}")
         of_vl = () if parts.kind == "vl" else (registry.loss_terms, registry.policy_masks)
-        entries = *(each for each in registry.hooks if parts.kind not in each.kinds), *itertools.chain(*of_vl)
-        others = [each.name for each in entries if not each.shipped]
+        unused = *(each for each in registry.hooks if parts.kind not in each.kinds), *itertools.chain(*of_vl)
+        others = [each.name for each in unused if not each.shipped]
         if others:
             logger.warning("of another kind of run than %s, and not built: %s", parts.kind, ", ".join(others))
         _tell_of_silent([*(hook for shipped, hook in made if not shipped), *callbacks], parts.config)
@@ -306,7 +307,7 @@ class Hooks:
     def state_dict(self) -> dict[str, Any]:
         """By the name of each hook; dicts and lists of a user's are copied, as they may change until it is saved."""
         states = {name: (hook, hook.state_dict()) for name, hook in self._named() if hasattr(hook, "state_dict")}
-        return {name: state if is_shipped(type(hook)) else _copied(state) for name, (hook, state) in states.items()}
+        return {name: state if is_shipped(type(hook)) else copied(state) for name, (hook, state) in states.items()}
 
     def check_states(self) -> None:
         """Raise ConfigError for a hook whose state no checkpoint can keep."""
@@ -324,11 +325,7 @@ class Hooks:
             if lending_alone and getattr(type(hook), "weights_for", default) is default:
                 continue
             if state.get(name) is not None and hasattr(hook, "load_state_dict"):
-                try:
-                    hook.load_state_dict(state[name])
-                except KeyError as error:
-                    told = f"load_state_dict of hook {name} asks for {error}; its state of the checkpoint holds"
-                    raise CheckpointError(f"{told} {', '.join(map(str, state[name])) or 'nothing'}") from error
+                go_on(hook, state[name], f"hook {name}")
             elif hasattr(hook, "missing_state"):
                 hook.missing_state()
 
@@ -359,15 +356,36 @@ class Hooks:
         return [each for each in found if getattr(each, "__func__", each) is not default]
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
     """Plain containers copied through, and what they hold as it is: tensors may be as large as the model."""
     if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return type(state)(map(_copied, state)) if type(state) in (list, tuple) else state
+        return {key: copied(value) for key, value in state.items()}
+    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
+
+
+def go_on(owner: Any, state: Mapping[str, Any], told: str) -> None:
+    """Give a part of a user's its state of a checkpoint. Raises CheckpointError for a key that the state lacks.
+
+    Args:
+        owner: has `load_state_dict`.
+        state: of the checkpoint.
+        told: its kind and name.
+    """
+    try:
+        owner.load_state_dict(state)
+    except KeyError as error:
+        held = ", ".join(map(str, state)) or "nothing"
+        said = f"load_state_dict of {told} asks for {error}; its state of the checkpoint holds {held}"
+        raise CheckpointError(said) from error
 
 
 def _tell_of_silent(hooks: Sequence[Any], config: Any) -> None:
-    """Warn of methods of a user's hooks that a run of this configuration never calls."""
+    """Warn of methods of a user's hooks that a run of this configuration never calls, or no run."""
+    for hook in hooks:
+        strange = [name for name in dir(hook) if name.startswith("on_") and name not in MOMENTS]
+        if strange:
+            told = "%s: %s is never called by a run; its moments are %s"
+            logger.warning(told, type(hook).__name__, ", ".join(strange), ", ".join(MOMENTS))
     for name in getattr(config, "silent_moments", ()):
         for hook in hooks:
             if Hooks([hook]).calls(name):

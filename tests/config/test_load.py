@@ -174,6 +174,11 @@ def test_the_preset_is_that_of_the_schemas_kind_unless_another_is_given(root: An
     assert parse_run(root.schema, []).config == parse_run(root.schema, [], preset=root.preset).config
 
 
+def test_a_preset_that_is_not_there_is_told_as_the_embedded_models_recipe() -> None:
+    with pytest.raises(ConfigError, match="^the recipe of the embedded model: no config 'embedded/mine'"):
+        parse_run(RunConfig, [], preset="embedded/mine")
+
+
 def test_the_preset_belongs_to_the_embedded_model_only() -> None:
     assert parse_run(RunConfig, []).config.rollout.rollout_batch_size == 32
     assert parse_run(RunConfig, ["--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"]).config == plain(

@@ -1,14 +1,24 @@
 """Which engine a run has, how it says so, which it refuses, and what an engine must give."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from tiny_models import checkpoint_of, text_prompts
 
 from lightrft_visual.config import registry
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
-from lightrft_visual.experience.rollouts import Completion, SamplingSettings
-from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage, build_engine, check_engine, engine_in_words
+from lightrft_visual.experience.rollouts import Completion, PromptFeatures, SamplingSettings
+from lightrft_visual.rollout.engine import (
+    RolloutEngine,
+    RolloutStage,
+    build_engine,
+    check_completions,
+    check_engine,
+    engine_in_words,
+)
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 
@@ -87,3 +97,26 @@ def test_an_engine_that_gives_another_number_of_completions_is_an_error(root, wr
     requests = stage.requests(text_prompts().select([0, 1]))
     with pytest.raises(RolloutError, match=f"Counts was asked for 4 completions of each of . prompts, and {told}"):
         stage.draw(requests, SamplingSettings(n=4), finished=lambda first, made: None)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ({"text": "red"}, "a dict whose token_ids are a NoneType, not a list"),
+        ({"token_ids": torch.tensor([5, 6])}, "a Completion whose token_ids are a Tensor"),
+        ({"token_ids": [5.0, 6.0]}, "token ids that are no numbers from 0 on, such as 5.0"),
+        ({"token_ids": [5, -1]}, "token ids that are no numbers from 0 on"),
+        ({"log_probs": [-0.5]}, "1 log-probs for 2 tokens"),
+        ({"token_ids": [5] * 4, "log_probs": None}, "4 tokens, 3 are the most"),
+    ],
+)
+def test_a_response_that_cannot_be_trained_on_is_refused_by_the_name_of_its_engine(made, told):
+    prompt, settings = PromptFeatures("", [1], 7), SamplingSettings(max_new_tokens=3)
+    right = Completion([5, 6], [-0.5, -0.5], "", False, [1])
+    drawn, never_begun = replace(right, token_ids=[5] * 4, log_probs=None, image="a picture"), replace(right)
+    never_begun.token_ids, never_begun.log_probs = [], None
+    for each in (right, drawn, never_begun):
+        check_completions(Counts(), [prompt], [[each]], settings)
+    wrong = made if "text" in made else replace(right, **made)
+    with pytest.raises(RolloutError, match=f"prompt 7: engine Counts gave {told}"):
+        check_completions(Counts(), [prompt], [[wrong]], settings)

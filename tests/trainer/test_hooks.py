@@ -1,5 +1,6 @@
 """Several hooks as one: their order, what they return, how they end a run, and their part of a checkpoint."""
 
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -128,12 +129,16 @@ def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users
     last.last = True
     monkeypatch.setattr(registry, "hooks", kept)
     kept.register("behind", about="")(lambda parts: last)
+    kept.below("lightrft_visual.plugins")("of a plug-in that was deleted", "deleted.hook:build", "")
+    kept.below("nowhere")("of another kind of run", "hook:build", "", kinds=("sft",))
     kept.register("first", about="")(lambda parts: Adds(f"{parts.word} 1"))
     kept.register("unasked", about="")(lambda parts: None)
     kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
     kept.register("second", about="", kinds=("vl",))(lambda parts: Adds(f"{parts.word} 2"))
     hooks = Hooks()
-    hooks.build(SimpleNamespace(kind="vl", word="own", config=None), [type("Own", (Adds,), {})("user's")])
+    hooks.build(
+        SimpleNamespace(kind="vl", word="own", config=None), [type("Own", (Adds,), {"last": deque()})("user's")]
+    )
     assert hooks.on_scores([]) == ["own 1", "own 2", "user's", "the last"]
 
 
@@ -291,6 +296,14 @@ def test_a_hook_is_told_of_moments_that_its_run_never_calls(caplog, config, sile
     hooks = [StepHook(), Reports(), Follows(), SimpleNamespace(on_prompts=print, on_buffer=Adds("a").on_buffer)]
     Hooks().build(SimpleNamespace(config=config, kind="none"), hooks)
     assert [text.split("this run has no ")[1].split(",")[0] for text in caplog.messages] == [*silent]
+
+
+def test_a_method_that_no_run_ever_calls_is_told_of(caplog):
+    hook = SimpleNamespace(on_metrics=print, on_step_end=print, on_log=print)
+    Hooks().build(SimpleNamespace(config=RunConfig(), kind="none"), [Reports(), hook])
+    assert [text.partition(" a run")[0] for text in caplog.messages] == [
+        "SimpleNamespace: on_log, on_step_end is never called by"
+    ]
 
 
 @pytest.mark.parametrize(("kind", "built"), [("vl", ["own"]), ("diffusion", ["own"]), ("sft", [])])

@@ -34,6 +34,8 @@ from ...experience.types import ModelInputs, pad_rollouts
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
 from ...runtime.files import cache_root, parse_record, to_json, write_atomic
+from ...runtime.packages import is_shipped
+from ...runtime.usercode.calls import describe_error
 from ...runtime.zero3_loading import reading_across
 from ..loading import Checkpoint
 from .actor import Actor
@@ -118,10 +120,11 @@ def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapp
     kept = cache_root() / "families" / f"{_key(actor, longest, model)}.json"
     known = collectives.broadcast_object(_read(kept) if collectives.is_rank_0() else None)
     if known is None:
-        found = collectives.all_gather_object(_tried(actor, checkpoint, longest))
+        own, raised = _tried(actor, checkpoint, longest)
+        found = collectives.all_gather_object(own)
         finding = max(found, key=lambda each: each.difference / each.bound)  # the worst of the ranks
         if not finding.right:
-            raise ConfigError(_refusal(actor, finding))
+            raise ConfigError(_refusal(actor, finding)) from raised
         known = {"difference": finding.difference, "bound": finding.bound, "tried": finding.tried}
         if collectives.is_rank_0():
             _keep(kept, known)
@@ -163,28 +166,29 @@ def _keep(path: Path, found: Mapping[str, Any]) -> None:
         logger.warning("%s cannot be written (%s): the next start compares again", path, error)
 
 
-def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:
-    """What comes of a comparison; an error of the forwards is a finding too, as it is on every rank."""
-    training, failed = actor.training, "the model's own class, given all that its processor makes, fails"
+def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> tuple[Finding, Exception | None]:
+    """What comes of a comparison, and what it raised: that is a finding too, as it is on every rank."""
+    training, failed, raised = actor.training, "making its samples", None
     base, samples, passed = actor.backbone.base, [], {"input_ids", "attention_mask"}
     actor.eval()
     try:
         samples += made_up_samples(checkpoint, _length(actor.backbone.config, longest))
+        failed = "the model's own class, given all that its processor makes,"
         with reading_across(actor):
             own = _Own.of(actor, samples)
-            failed = "its forward fails"
+            failed = "its forward"
             with base.register_forward_pre_hook(lambda *call: passed.update(call[-1]), with_kwargs=True):
                 finding = compare(actor, samples, own)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what a forward raises that lacks an input, or is given a wrong one, is of any kind
-        finding = Finding(math.inf, "", _TOLERANCE, "", f"{failed}: {type(error).__name__}: {error}")
+        finding, raised = Finding(math.inf, "", _TOLERANCE, "", f"{failed} {describe_error(error)}"), error
     finally:
         actor.train(training)
     passed.update(name for sample in samples for name in sample.vision.names)
     taken = {*signature(actor.transformer.forward).parameters, *signature(base.forward).parameters}
     given = {name for sample in samples for name in sample.own}
-    return replace(finding, lacks=sorted(given & taken - passed))
+    return replace(finding, lacks=sorted(given & taken - passed)), raised
 
 
 @torch.no_grad()
@@ -346,11 +350,12 @@ def _refusal(actor: Actor, finding: Finding) -> str:
             f"its log-probs differ from those of {own}'s own forward by {finding.difference:.2g} ({finding.where}; "
             f"{finding.bound:.1e} allowed), so a run would train on wrong numbers"
         )
-    hints = "; ".join(_hints(actor, finding))
+    ours = is_shipped(type(family))
+    write = "Write one of its own: a subclass of VLMFamily, registered in vlm_families by a file that --plugins names"
+    hints = "; ".join(_hints(actor, finding) if ours or not finding.error else ())  # an error of theirs says it itself
     return (
-        f"model type {family.config.model_type!r}, run by the adapter {type(family).__name__}: {told}. Write one "
-        f"of its own: a subclass of VLMFamily, registered in vlm_families by a file that --plugins names"
-        f"{hints and f' ({hints})'}; see docs/architecture.md"
+        f"model type {family.config.model_type!r}, run by the adapter {type(family).__name__}: {told}"
+        f"{f'. {write}' if ours else ''}{hints and f' ({hints})'}; see docs/architecture.md"
     )
 
 

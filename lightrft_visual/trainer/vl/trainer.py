@@ -14,7 +14,7 @@ from ...rollout.weight_sync import EngineWeights
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
-from ..hooks import StepData
+from ..hooks import StepData, copied, go_on
 from ..loop import PolicyTrainer
 from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
@@ -207,7 +207,7 @@ class VLTrainer(PolicyTrainer):
             "parity": self.agreement.difference,
             "init_kl_coef": self.config.algorithm.init_kl_coef,
             "kl_controller": self.maker.kl_controller.state_dict(),
-            "calculator": self.maker.calculator.state_dict(),
+            "calculator": copied(self.maker.calculator.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,7 +219,8 @@ class VLTrainer(PolicyTrainer):
             self.maker.kl_controller.load_state_dict(state["kl_controller"])
         else:  # asked for with the command that resumes
             self.console.message(f"init_kl_coef was {state['init_kl_coef']:g}; from here on it is {coefficient:g}")
-        self.maker.calculator.load_state_dict(state["calculator"])
+        estimator = f"estimator {self.config.algorithm.advantage_estimator}"
+        go_on(self.maker.calculator, state["calculator"], estimator)
 
     def engines(self) -> dict[str, TrainEngine]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})

@@ -499,8 +499,8 @@ def add_rollout_metrics(
         if len(parts) > 1:
             _add_parts(metrics, each, parts)
         metrics.add_total("tokens", each.info["total_length"].sum())
-        for entry in registry.rollout_metrics:
-            values = entry.load()(each)
+        for entry, values_of in registry.rollout_metrics.present():
+            values = values_of(each)
             if values is not None:
                 found = values if isinstance(values, tuple) else (values,)
                 shape = getattr(found[-1], "shape", None)

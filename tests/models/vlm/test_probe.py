@@ -16,6 +16,7 @@ from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families import VLMFamily, family_of, unregistered
 from lightrft_visual.models.vlm.families.qwen import QwenVL
+from lightrft_visual.models.vlm.families.text import TextOnly
 from lightrft_visual.models.vlm.families.unregistered import Unregistered
 
 
@@ -91,6 +92,18 @@ def test_an_adapter_that_leaves_an_input_out_is_refused_with_its_name_and_no_lar
     assert "1.0e-04 allowed" in str(refused.value) or model_type != "gemma3"
     for told in ("takes of the processor: ", LEFT_OUT[model_type], "subclass of VLMFamily"):
         assert told in str(refused.value)
+
+
+def test_an_error_in_an_adapter_of_ones_own_is_told_with_its_place_and_without_hints():
+    class Slips(VLMFamily):
+        def arguments(self, inputs, types):
+            return inputs.vision.joined() | {"token_type_ids": types.integers()}
+
+    place = r"its forward raised AttributeError: .*\n  File .*test_probe.*\n .*types\.integers"
+    with pytest.raises(ConfigError, match=f"by the adapter Slips: {place}") as told:
+        proven(stock("gemma3"), Slips)
+    assert told.value.__cause__.__traceback__ is not None
+    assert "of its own" not in str(told.value) and "must " not in str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +193,11 @@ def text_model(model_type: str, **settings) -> Stock:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     perturb(model, 0, 0.1)
     return Stock(model, None, tokenizer)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_the_adapter_of_text_models_agrees_with_their_own_class_packed_too(model_type):
+    assert "; padded; packed)" in proven(text_model(model_type, num_key_value_heads=1), TextOnly)
 
 
 def test_a_text_model_without_an_adapter_is_compared_too(monkeypatch):

@@ -28,7 +28,11 @@ def test_the_kl_of_a_step_is_a_mean_over_tokens():
     assert batches[0].info["kl"].tolist() == pytest.approx([0.1, 0.1])
 
 
-def test_groups_whose_valid_rewards_are_equal_or_alone_or_none_have_no_std():
+def test_groups_whose_valid_rewards_are_equal_or_alone_or_none_have_no_std(monkeypatch):
+    """Also with a metric of a plug-in that was deleted."""
+    kept = registry.rollout_metrics
+    monkeypatch.setattr(kept, "_entries", dict(kept._entries))
+    kept.below("lightrft_visual.plugins")("gone", "deleted:gone", "")
     rewards, groups = torch.tensor([1.0, 2, 1, 1, 9, 5, 7, 3]), torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
     valid = torch.tensor([1, 1, 1, 1, 0, 1, 0, 0]).bool()
     info = {"reward": rewards, "total_length": torch.ones(8), "reward_metrics": {}}

@@ -59,6 +59,40 @@ def test_the_controller_goes_on_unless_the_command_names_another_coefficient(coe
     assert told == [] if coefficient == 0.1 else "init_kl_coef was 0.1" in told[0]
 
 
+class Counts:
+    """An estimator with a state that it changes in place, and a source of prompts with none."""
+
+    def __init__(self):
+        self.seen = [1]
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def trainer_with(calculator) -> SimpleNamespace:
+    """As much of a trainer as its state takes."""
+    prompts = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    maker = SimpleNamespace(kl_controller=get_kl_controller(AlgorithmConfig()), calculator=calculator)
+    config = RunConfig(algorithm=AlgorithmConfig(advantage_estimator="rloo"))
+    return SimpleNamespace(config=config, prompts=prompts, agreement=SimpleNamespace(difference=0.0), maker=maker)
+
+
+def test_the_state_of_an_estimator_that_was_taken_stays_while_it_goes_on():
+    counts = Counts()
+    taken = VLTrainer.state_dict(trainer_with(counts))
+    counts.seen.append(2)
+    assert taken["calculator"] == {"seen": [1]}
+
+
+def test_a_key_that_an_estimator_misses_in_its_state_is_told_by_its_name():
+    state = VLTrainer.state_dict(trainer_with(Counts())) | {"calculator": {"other": 1}}
+    with pytest.raises(CheckpointError, match="load_state_dict of estimator rloo asks for 'seen'.* holds other"):
+        VLTrainer.load_state_dict(trainer_with(Counts()), state)
+
+
 class ReadsAfterTheEnd(RolloutEngine):
     """An engine that copies weights only when all of them were named, as vLLM does with a padded vocabulary.
 
