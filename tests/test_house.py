@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2814, "experience": 3180, "config": 5112, "runtime": 6220, "data": 3688,
-    "models": 6115, "rollout": 5445, "rewards": 4647, "algorithms": 1739, "trainer": 7791, "observe": 3558,
+    "": 2814, "experience": 3180, "config": 5113, "runtime": 6220, "data": 3688,
+    "models": 6120, "rollout": 5466, "rewards": 4647, "algorithms": 1742, "trainer": 7810, "observe": 3558,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
