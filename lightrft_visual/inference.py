@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -25,6 +25,7 @@ from .config.idle import OF_ENGINES, OVERLONG_SIZES
 from .config.leaves import names_of
 from .config.load import CONFIG_DIRS
 from .config.recipes import SUFFIXES, LayerReader, load_plugins
+from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 from .given import forget, names_given
@@ -193,6 +194,22 @@ class Checkpoint:
         return path
 
 
+@dataclass
+class _RunsRewards(RewardConfig):
+    """Of a run, on other data than its own."""
+
+    every_label: ClassVar[bool] = False
+
+
+@dataclass
+class _RunsGuard(GuardConfig):
+    """Likewise, of its gold."""
+
+    def gold(self, reward: RewardConfig) -> RewardConfig | None:
+        """By rewards of a run."""
+        return super().gold(_RunsRewards(**vars(reward)))
+
+
 @contextmanager
 def _configured(
     checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | Path | None = None,
@@ -258,7 +275,7 @@ def _configured(
         base = checkpoint.base if checkpoint.resumable else None
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
-            trainer.config.reward = trainer.config.reward.changed(every_label=False)  # the data may be others
+            trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
         if not checkpoint.draws and not checkpoint.resumable and "offload_trainer" not in asked:
             from deepspeed.accelerator import get_accelerator
 
@@ -272,7 +289,7 @@ def _configured(
             most = max(data.max_eval_samples or data.max_samples, sizes.rollout_batch_size, ranks_started())
             trainer.config.data = replace(data, **own, max_samples=most)  # no more of it is read
         if runs_gold:
-            trainer.config.guard = trainer.config.guard.changed(every_label=False)
+            trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
         yield trainer.config
 

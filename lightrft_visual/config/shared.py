@@ -240,7 +240,6 @@ class GuardConfig(Section):
     gold_every: NonNegativeInt = 1  # score the rollouts of every so many steps by gold too; 0: evaluations only
     patience: PositiveInt = 2  # steps in a row outside before an alarm
     keep_best: bool | None = None  # keep a checkpoint of the best gold; default: with policy rollback
-    every_label: ClassVar[bool] = True  # of gold_recipe, as of rewards
 
     @property
     def keeps_best(self) -> bool:
@@ -281,8 +280,7 @@ class GuardConfig(Section):
         if self.gold_recipe is None and self.gold_fn is None:
             return None
         calls = {name: getattr(reward, name) for name in OF_CALLS}
-        gold = RewardConfig(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
-        return gold.changed(every_label=reward.every_label and self.every_label)
+        return type(reward)(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
 
 
 @dataclass

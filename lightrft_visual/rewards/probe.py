@@ -140,7 +140,7 @@ def probed(
     found = collectives.broadcast_object(found)
     if isinstance(found, LightRFTVisualError):
         raise found
-    return config.changed(reward_wire=found)
+    return replace(config, reward_wire=found)
 
 
 @dataclass

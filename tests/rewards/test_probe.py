@@ -14,6 +14,7 @@ from reward_servers import FaultyServer, closed_port
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, DataError, RewardError
+from lightrft_visual.inference import _RunsRewards
 from lightrft_visual.rewards import probe
 from lightrft_visual.rewards.batch import Scores, batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
@@ -152,8 +153,7 @@ def test_functions_of_a_file_share_one_execution_whose_trials_are_gone_before_th
 
 def test_rewards_of_a_run_that_judge_other_data_stay_so_once_they_are_asked():
     """They may have labels that no sample of an evaluation has."""
-    recipe = json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b", "c")})
-    config = RewardConfig(reward_recipe=recipe).changed(every_label=False)
+    config = _RunsRewards(reward_recipe=json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b", "c")}))
     assert not probed(config, DATA, batch_of).every_label
 
 
