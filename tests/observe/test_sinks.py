@@ -95,6 +95,8 @@ def test_cutting_back_equals_never_having_gone_on(tmp_path_factory, data):
 def test_columns_of_a_file_that_a_spreadsheet_has_saved_are_read(tmp_path):
     (tmp_path / "m.csv").write_text("\ufeffstep,a\n1,0.5\n")
     assert read_columns(tmp_path / "m.csv") == {"a": [(1, 0.5)]}
+    (tmp_path / "m.csv").write_text(",step,a\n0,1,0.5\n")  # by pandas, with its index
+    assert read_columns(tmp_path / "m.csv") == {"a": [(1, 0.5)]}
 
 
 def test_a_torn_last_row_is_dropped(tmp_path):
@@ -110,9 +112,10 @@ def test_a_torn_last_row_is_dropped(tmp_path):
 def test_rows_behind_one_that_cannot_be_read_stay(tmp_path, caplog):
     path, broken = tmp_path / "m.csv", "2," + "x" * 200_000
     path.write_text(f"step,a\n1,0.5\n{broken}\n3,0.5\n{broken}\n5,0.5\n")
+    assert read_columns(path) == {"a": [(1, 0.5), (3, 0.5), (5, 0.5)]}
     CsvSink(path, ("step",)).append(6, {"a": 1.0})
     assert [row["step"] for row in read(path)] == ["1", "3", "5", "6"]
-    assert caplog.text.count("has rows that cannot be read and are left out: field larger than") == 1
+    assert caplog.text.count("has rows that cannot be read and are left out: field larger than") == 2
 
 
 def test_a_step_logged_again_replaces_what_followed(tmp_path):

@@ -84,7 +84,7 @@ def read_columns(path: Path) -> dict[str, Points]:
                 points = columns.setdefault(name, [])
                 if (value := to_float(text)) is not None:
                     points.append((step, value))
-    return {name: points for name, points in columns.items() if points}
+    return {name: points for name, points in columns.items() if points and name}  # pandas' index has no name
 
 
 def to_float(text: str) -> float | None:
