@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...rewards.batch import RewardBatch
-from ...rewards.local.callables import OWN_POSITIONS, at_own_positions, known_input, score_key
+from ...rewards.local.callables import OWN_POSITIONS, as_list, at_own_positions, known_input, score_key
 from ...rewards.local.forms import LOGGING, Form
 
 
@@ -43,12 +43,16 @@ def _record(result: Any, name: str, own: str) -> tuple[Any, dict[str, Any]]:
 
 
 def flow_grpo_result(result: Any, name: str) -> Any:
-    """(scores, metadata), where scores may be {reward: list} with the total as `avg`; GenEval's five lists."""
+    """(scores, metadata), where scores may be {reward: list} with the total as `avg`; GenEval's five lists. An accuracy
+    of -10, of a tag, is that of a prompt with another tag."""
     if isinstance(result, tuple) and len(result) == 5:
         return result[0], {"accuracy": result[1], "strict_accuracy": result[2]}
     scores = result[0] if isinstance(result, tuple) else result
     if isinstance(scores, Mapping) and "avg" in scores:
-        return scores["avg"], {key: values for key, values in scores.items() if key != "avg"}
+        parts = {key: values for key, values in scores.items() if key != "avg"}
+        for key in (key for key in parts if key.endswith("accuracy")):
+            parts[key] = [None if value == -10 else value for value in as_list(parts[key], name)]
+        return scores["avg"], parts
     return scores
 
 

@@ -146,6 +146,7 @@ class DiffusionEvaluation:
         ids = requests.sample_ids.tolist()
         found = means_over_ranks([(id_, own) for id_, own, is_real in zip(ids, values, real.tolist()) if is_real])
         metrics = {name: mean for name, mean in found.items() if not name.startswith(OF_LABEL)}
+        metrics = {k: mean for k, mean in metrics.items() if math.isfinite(mean) or not k.startswith("validation/")}
         if not metrics["eval_invalid_share"]:
             del metrics["eval_invalid_share"]
         metrics |= {f"eval_reward_{label}": found[f"{OF_LABEL}{label}"] for label in self.labels}

@@ -29,10 +29,10 @@ class Rows(list):
     rows = property(list)
 
 
-def evaluated(reward: torch.Tensor, labels: list[str]) -> dict[str, float]:
+def evaluated(reward: torch.Tensor, labels: list[str], **components: torch.Tensor) -> dict[str, float]:
     """Of prompts that have these labels and rewards."""
     prompts = Rows(PromptRow(label, [], label=label) for label in labels)
-    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, components, reward.isfinite()))
     sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(labels), 3, 8, 8), 0)]  # noqa: E731
     return evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), prompts, rewards, 0).run(1)
 
@@ -85,6 +85,11 @@ def test_prompts_without_a_reward_are_counted_beside_the_mean_that_leaves_them_o
     found = evaluated(torch.tensor(scores), ["a"] * 3)
     assert found.get("eval_invalid_share") == (None if lost is None else pytest.approx(lost))
     assert found["eval_reward"] == (2.0 if lost is None else 1.5)
+
+
+def test_parts_of_a_reward_that_no_prompt_has_are_left_out_of_an_evaluation():
+    found = evaluated(torch.ones(2), ["a"] * 2, colors=torch.tensor([1.0, math.nan]), two=torch.full((2,), math.nan))
+    assert {name for name in found if name.startswith("validation/")} == {"validation/reward/colors"}
 
 
 @pytest.mark.parametrize("scored", [60, 2])

@@ -34,7 +34,8 @@ def redness(device):
 
 def multi(images, prompts, metadata):
     red, green = images[:, 0].mean(dim=(1, 2)).tolist(), images[:, 1].mean(dim=(1, 2)).tolist()
-    return {"red": red, "green": green, "avg": [r + 0.5 * g for r, g in zip(red, green)]}, {}
+    avg = [r + 0.5 * g for r, g in zip(red, green)]
+    return {"red": red, "green": green, "colors_accuracy": [1.0, -10], "position_accuracy": [-10, -10], "avg": avg}, {}
 
 
 def geneval(images, prompts, metadatas, only_strict):
