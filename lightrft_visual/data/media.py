@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import os
 import re
@@ -458,6 +459,11 @@ def to_rgb(image: Any) -> Image.Image:
         upper = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", upper.size, "white"), upper).convert("RGB")
     return image.convert("RGB")
+
+
+def pixel_hash(image: Image.Image) -> str:
+    """The same for images of the same pixels."""
+    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
 
 
 def is_video(media: Any) -> bool:

@@ -7,7 +7,6 @@ train, a frozen copy that is swapped in.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +25,7 @@ from torch import nn
 
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...config.shared import FULL
+from ...data.media import pixel_hash
 from ...errors import ConfigError, did_you_mean, refused_as
 from ...experience.vision import NEGATIVE, Conditions, separate, stacked
 from ...runtime import collectives
@@ -235,14 +235,14 @@ class DiffusionPolicy(nn.Module):
 
         Args: as of `DiffusionFamily.encode_first_frames`.
         """
-        different = {(_digest(image), height, width, frames): image for image in images}
+        different = {(pixel_hash(image), height, width, frames): image for image in images}
         known = all(key in self._encoded for key in different)
         with nullcontext() if known else self._at_work("vae", "image_encoder"):
             encoded = {
                 key: self._encoded.get(key, partial(self.family.encode_first_frames, [image], height, width, frames))
                 for key, image in different.items()
             }
-        return [encoded[_digest(image), height, width, frames] for image in images]
+        return [encoded[pixel_hash(image), height, width, frames] for image in images]
 
     @torch.no_grad()
     def encode_edits(
@@ -258,7 +258,7 @@ class DiffusionPolicy(nn.Module):
             negative: the prompt of the unguided branch; None leaves it out.
         """
         negative = negative if self._guided_by(negative) else None
-        digests = {id(image): _digest(image) for sources in images for image in sources}
+        digests = {id(image): pixel_hash(image) for sources in images for image in sources}
         keys = [tuple(digests[id(image)] for image in sources) for sources in images]
         edits = dict(zip(zip(prompts, keys, strict=True), images))
         texts = [(text, key) for prompt, key in edits for text in (prompt, negative) if text is not None]
@@ -476,8 +476,3 @@ def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:
     if names:
         return [module for module in denoiser.modules() if type(module).__name__ in names]
     return [block for child in denoiser.children() if isinstance(child, nn.ModuleList) for block in child]
-
-
-def _digest(image: Image.Image) -> str:
-    """The same for images of the same pixels."""
-    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()

@@ -4,10 +4,12 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from ...data.drawing_prompts import DrawPrompts
+from ...data.media import pixel_hash
 from ...data.validation import measured_labels, validation_shard_indices
 from ...errors import told_of
 from ...observe.guard.divergence import (
@@ -45,10 +47,15 @@ class DrawingGold:
     kinds: Callable[[T], T] | None = None
     references: Callable[[Sequence[str]], T] | None = None
 
-    def of_set(self, thumbs: T, prompts: Sequence[str]) -> dict[str, float]:
-        """`eval_diversity` and, with references, `eval_coverage` of thumbnails (N, 3, S, S); images of one prompt are a
-        group. Left out is what no group is large enough for: a prompt that stands once has no pairs."""
-        groups = groups_of(prompts)
+    def of_set(self, thumbs: T, prompts: Sequence[str], groups: T) -> dict[str, float]:
+        """`eval_diversity` and, with references, `eval_coverage`. Left out is what no group is large enough for: a
+        prompt that stands once has no pairs.
+
+        Args:
+            thumbs: thumbnails (N, 3, S, S).
+            prompts: (N).
+            groups: (N), of what asks for the same.
+        """
         varied = diversity(thumbs, groups, self.kinds(thumbs) if self.kinds is not None else None)
         found = {"eval_diversity": varied}
         if self.references is not None:
@@ -91,13 +98,17 @@ class DiffusionEvaluation:
     def __post_init__(self) -> None:
         self.labels = sorted(measured_labels([each.label for each in self.prompts.rows]))
 
+    @cached_property
+    def asked(self) -> list[str]:
+        """What each prompt asks for: its text, and hashes of the images that it comes with."""
+        return ["\0".join([row.prompt, *map(pixel_hash, row.images)]) for row in self.prompts]
+
     @property
     def identity(self) -> str:
         """A hash of what is drawn, whatever the weights are: prompts, noise, sizes and steps."""
         own, sampling = self.sampling.settings, self.sampling
         size = own.height, own.width, own.num_frames, own.guidance_scale, own.negative_prompt
-        prompts = [row.prompt for row in self.prompts.rows]
-        return hashlib.sha256(repr((prompts, sampling.run_seed, sampling.sampler.config, size)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.asked, sampling.run_seed, sampling.sampler.config, size)).encode()).hexdigest()
 
     def run(self, step: int) -> Evaluated:
         """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which all
@@ -160,9 +171,10 @@ class DiffusionEvaluation:
         mine = [(int(i), each) for i, each, r in zip(ids, thumbnails(media).numpy(), real) if bool(r)]
         everything = gathered_in_order(mine)
         thumbs = torch.stack([torch.from_numpy(each) for _, each in everything])
-        prompts = [self.prompts[index].prompt for index, _ in everything]
-        found = self.gold.of_set(thumbs, prompts) if self.gold is not None else {}
-        varied = diversity(thumbs, groups_of(prompts))
+        asked = [self.asked[index] for index, _ in everything]
+        prompts, groups = [each.partition("\0")[0] for each in asked], groups_of(asked)
+        found = self.gold.of_set(thumbs, prompts, groups) if self.gold is not None else {}
+        varied = diversity(thumbs, groups)
         if varied == varied:
             found["eval_image_diversity"] = varied
         if as_base:

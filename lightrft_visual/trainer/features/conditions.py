@@ -10,11 +10,11 @@ from ..hooks import HookContext, StepHook
 
 
 def held_out(evaluation: Any) -> list[str]:
-    """The prompts of an evaluation of either kind of run. Raises ConfigError without any."""
+    """The prompts of an evaluation of either kind of run, those that draw with hashes of their images. Raises
+    ConfigError without any."""
     if evaluation is None:
         raise ConfigError("there is nothing to evaluate on: give eval_dataset")
-    prompts = evaluation.prompts
-    return prompts.prompts if hasattr(prompts, "prompts") else [each.prompt for each in prompts.rows]
+    return evaluation.asked if hasattr(evaluation, "asked") else evaluation.prompts.prompts
 
 
 class ConditionsHook(StepHook):

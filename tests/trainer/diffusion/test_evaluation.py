@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from lightrft_visual.data.prompts import PromptRow
@@ -13,6 +14,7 @@ from lightrft_visual.observe import metrics
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.diffusion import build, evaluation
 from lightrft_visual.trainer.diffusion.stages import Sampled, drawing_batch
+from lightrft_visual.trainer.features.conditions import held_out
 
 
 def test_ranks_whose_prompts_have_other_rewards_meet_in_one_collective(monkeypatch):
@@ -52,12 +54,29 @@ def test_drift_is_told_against_what_the_base_drew_for_the_same_prompts_noise_and
     rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
     settings, sampler = DiffusionSamplingConfig(), SimpleNamespace(config=SamplingConfig(4))
     sampling = SimpleNamespace(draw=drawn, settings=settings, sampler=sampler, run_seed=1)
-    first = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", []), PromptRow("b", [])]), rewards, 0)
+    red, again, blue = (Image.new("RGB", (2, 2), colour) for colour in ("red", "red", "blue"))
+
+    def evaluation_of(text, image):
+        rows = Rows([PromptRow("a", []), PromptRow(text, [image])])
+        return evaluation.DiffusionEvaluation(sampling, rows, rewards, 0)
+
+    first = evaluation_of("b", red)
     first.run(0)
-    for prompts, compared in (("ab", True), ("ac", False)):
-        resumed = evaluation.DiffusionEvaluation(sampling, Rows(PromptRow(each, []) for each in prompts), rewards, 0)
+    for text, image, compared in (("b", again, True), ("c", again, False), ("b", blue, False)):
+        resumed = evaluation_of(text, image)
         resumed.base, resumed.base_identity = first.base, first.base_identity
         assert ("eval_drift" in resumed.run(1)) is compared
+        assert (held_out(resumed) == held_out(first)) is compared
+
+
+@pytest.mark.parametrize("colour", ["red", "blue"])
+def test_edits_of_one_instruction_are_a_group_where_they_start_from_one_image(colour):
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
+    sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(2, 3, 8, 8), 0)]  # noqa: E731
+    rows = Rows(PromptRow("a", [Image.new("RGB", (2, 2), each)]) for each in ("red", colour))
+    gold = evaluation.DrawingGold(rewards)
+    found = evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), rows, rewards, 0, gold).run(1)
+    assert ("eval_image_diversity" in found, "eval_diversity" in found) == (colour == "red",) * 2
 
 
 @pytest.mark.parametrize(("own", "plays_at", "told"), [(30.0, 16.0, 30.0), (None, 16.0, 16.0), (None, None, None)])
