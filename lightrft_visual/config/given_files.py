@@ -82,8 +82,11 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             if not isinstance(value, str) or not (names is None or name in names):
                 continue
             if name in FUNCTIONS[:2]:
-                bad = [part for part in value.split(",") if not FUNCTION.fullmatch(part)]
-                found += [f"--{name}: {part!r} names no function of a file: write path.py:function" for part in bad]
+                for part in (part for part in value.split(",") if not FUNCTION.fullmatch(part)):
+                    scorer, _, weight = map(str.strip, part.partition("="))  # as in flow_grpo's `reward_fn`
+                    known = name == "reward_fn" and scorer in registry.scorers
+                    way = f"reward.components.{scorer}={weight or 1}" if known else "path.py:function"
+                    found.append(f"--{name}: {part!r} names no function of a file: write {way}")
             if name in FUNCTIONS:
                 named = NAMED.findall(value)
                 found += [f"--{name}: {told}" for each in named for told in missing_function(each[0].strip(), each[1])]

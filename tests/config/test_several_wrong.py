@@ -131,6 +131,8 @@ def test_missing_files_reward_that_names_no_function_of_a_file_is_told_how_to_be
             "--reward_fn", given
         )
     assert missing("--reward_fn", "python:score") == []  # which a program gives
+    told = "--reward_fn: 'ocr=0.5' names no function of a file: write reward.components.ocr=0.5"
+    assert told in missing("--reward_fn", "ocr=0.5")
 
 
 def test_missing_files_of_a_drawing_run_on_prompts_of_ones_own_names_the_reward(tmp_path):

@@ -307,7 +307,9 @@ def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
         return f"reward function {name} asks for environments, {told}; environment_rewards and turns say what they gave"
     return (
         f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"
-        f"{did_you_mean(parameter, known)} (columns of pictures and videos are given as images and videos)"
+        f"{did_you_mean(parameter, known)} (columns of pictures and videos are given as images and videos; a setting "
+        f"of its own is reward.kwargs.NAME.{parameter}=VALUE, beside reward.components.NAME=1 "
+        "reward.kwargs.NAME.scorer=path.py:function)"
     )
 
 
