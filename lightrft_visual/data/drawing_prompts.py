@@ -98,7 +98,12 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
 def _text(prompt: Any, raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))
-        raise DataError(f"no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+        lines = (
+            "; give --input_key text, or the .txt file itself: blank lines are left out there"
+            if [*raw] == ["text"]
+            else ""
+        )
+        raise DataError(f"no text in column {config.input_key!r}; the row has: {columns}{lines}", "prompt form")
     return prompt
 
 

@@ -80,7 +80,7 @@ def test_a_file_that_changes_during_a_run_is_refused_by_file_and_row(tmp_path):
     path.write_text('{"prompt": "a cat"}\n{"prompt": "a dog"}\n')
     rows = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), False)
     for changed, told in (
-        ('{"text": "a dog"}', "no text in column 'prompt'"),
+        ('{"text": "a dog"}', "no text in column 'prompt'; the row has: text; give --input_key text"),
         ('{"prompt: "a dog"}', "not valid JSON"),
     ):
         path.write_text(f'{{"prompt": "a cat"}}\n{changed}\n\n\n')
