@@ -98,12 +98,9 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
 def _text(prompt: Any, raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))
-        lines = (
-            "; give --input_key text, or the .txt file itself: blank lines are left out there"
-            if [*raw] == ["text"]
-            else ""
-        )
-        raise DataError(f"no text in column {config.input_key!r}; the row has: {columns}{lines}", "prompt form")
+        told = "; give --input_key text, or name the .txt file, of which blank lines are left out"
+        columns += told if [*raw] == ["text"] else ""  # a folder of text files is read so
+        raise DataError(f"no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
     return prompt
 
 
