@@ -22,7 +22,7 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from ..errors import RolloutError
-from ..runtime.checkpoint.export import TRANSPOSED
+from ..runtime.checkpoint.export import TRANSPOSED, KeptShare
 from ..runtime.checkpoint.manifest import is_adapted, plain_name
 from ..runtime.host_memory import in_buckets
 from ..runtime.train_engine import TrainEngine
@@ -53,16 +53,23 @@ def whole_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
 
 
-def named_weights(engine: TrainEngine, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, T]]:
+def named_weights(
+    engine: TrainEngine, bucket_bytes: int = BUCKET_BYTES, share: KeptShare | None = None
+) -> Iterator[tuple[str, T]]:
     """(checkpoint name, tensor) of every weight of the policy, in module order; tied weights come once.
 
     Tensors are the trainer's own, where nothing has to be gathered or merged: read them at once. LoRA layers come
-    as base + scale * B A, leaving the layers themselves as they are. bucket_bytes: gathered at a time under ZeRO-3 (one
-    larger weight alone), so all ranks must consume in step; a gathered tensor stays as long as it is referred to.
+    as base + scale * B A, leaving the layers themselves as they are.
+
+    Args:
+        engine: with the policy.
+        bucket_bytes: gathered at a time under ZeRO-3 (one larger weight alone), so all ranks must consume in step; a
+            gathered tensor stays as long as it is referred to.
+        share: gets what the sums keep.
     """
     model = engine.module.model
     plain = (_Weight(name, [each], partial(getattr, each, "data")) for name, each in model.named_parameters())
-    weights = _merged(model) if is_adapted(model) else plain
+    weights = _merged(model, share) if is_adapted(model) else plain
     for bucket in in_buckets(weights, bucket_bytes, lambda weight: whole_bytes(weight.parameters)):
         with engine.gathered([parameter for weight in bucket for parameter in weight.parameters]):
             for weight in bucket:
@@ -114,7 +121,7 @@ def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
             yield name, parameter.detach()
 
 
-def _merged(model: PeftModel) -> Iterator[_Weight]:
+def _merged(model: PeftModel, share: KeptShare | None) -> Iterator[_Weight]:
     from peft.tuners.lora import LoraLayer
 
     base, adapters = model.get_base_model(), {}
@@ -128,15 +135,18 @@ def _merged(model: PeftModel) -> Iterator[_Weight]:
         layer = adapters.get(id(parameter))
         own = layer.named_parameters() if layer is not None else ()
         together = [parameter, *(part for key, part in own if not key.startswith("base_layer."))]
-        yield _Weight(plain_name(name), together, partial(_sum, parameter, layer))
+        yield _Weight(plain_name(name), together, partial(_sum, parameter, layer, share))
 
 
-def _sum(parameter: nn.Parameter, layer: LoraLayer | None) -> T:
+def _sum(parameter: nn.Parameter, layer: LoraLayer | None, share: KeptShare | None) -> T:
     """A weight with its adapters, as a new tensor where it has any."""
     tensor = parameter.data
     if layer is not None:
         for adapter in layer.active_adapters:
-            tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
+            change, base = layer.get_delta_weight(adapter), tensor
+            tensor = base + change.to(base.dtype)
+            if share is not None:
+                share.add(change, base, tensor)
     return tensor
 
 
@@ -144,9 +154,12 @@ def gathered_state_dict(engine: TrainEngine, keep: bool) -> dict[str, T]:
     """All weights under checkpoint names on the host, and what a checkpoint holds beside them (running means of
     batch norms). A collective. keep: whether this rank keeps them (rank 0); elsewhere the result is empty."""
     state: dict[str, T] = {}
-    for name, tensor in itertools.chain(named_weights(engine), _kept_buffers(engine.module.model)):
+    share = KeptShare()
+    whole = named_weights(engine, share=share if keep else None)
+    for name, tensor in itertools.chain(whole, _kept_buffers(engine.module.model)):
         if keep:
             state[name] = tensor.to("cpu", copy=True)
+    share.warn("the export's folder `lora` has all of it; or train longer, or at a larger rate")
     return state
 
 

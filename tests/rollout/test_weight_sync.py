@@ -1,5 +1,6 @@
 """The weights that go to the engine: checkpoint names, whole tensors, LoRA merged without touching the trainer."""
 
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -21,13 +22,13 @@ def engine_of(actor) -> TrainEngine:
     return TrainEngine(SimpleNamespace(module=actor), zero_stage=0, max_norm=1.0)
 
 
-def adapters(model):
+def adapters(model, size=0.1):
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.1)
+                parameter.normal_(std=size)
     return model
 
 
@@ -92,6 +93,21 @@ def test_a_state_dict_is_a_copy_on_the_ranks_that_keep_it_with_what_a_checkpoint
     assert state["model.embed_tokens.weight"].any()
     assert state["model.norm.mean"].tolist() == [1.0, 2.0] and "model.norm.cache" not in state
     assert gathered_state_dict(engine_of(actor), keep=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "kept"), [("bfloat16", 1e-4, False), ("bfloat16", 0.1, True), ("float32", 1e-4, True)]
+)
+def test_an_export_of_adapters_says_how_much_of_a_small_change_half_precision_keeps(root, caplog, dtype, size, kept):
+    actor = actor_of(checkpoint_of(root, "qwen2"), wrap=lambda model: adapters(model, size)).to(getattr(torch, dtype))
+    gathered_state_dict(engine_of(actor), keep=True)
+    assert (caplog.text == "") is kept
+    if not kept:
+        told = re.search(
+            "half precision keeps ([0-9]+) % of what the adapters change in their weights: the export's folder `lora`",
+            caplog.text,
+        )
+        assert 0 <= int(told[1]) < 90
 
 
 @pytest.mark.parametrize("name", ["gemma4", "glm4v_moe", "llava_next"])

@@ -6,9 +6,11 @@ Every function here takes a state dict that was already gathered on the calling 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,39 @@ from .manifest import is_adapted, plain_name
 if TYPE_CHECKING:
     from peft import PeftModel
 
+log = logging.getLogger(__name__)
 StateDict = Mapping[str, torch.Tensor]
+ALL_KEPT = 0.9
+PARTS = 64  # of a weight, which as fp32 would be large
+
+
+@dataclass
+class KeptShare:
+    """How much of what adapters change is in the sums with their weights: in half precision a change of less than half
+    a step of its weight is rounded away. Sums over weights: changes squared, and times what is kept of them."""
+
+    squares: torch.Tensor | float = 0.0
+    kept: torch.Tensor | float = 0.0
+
+    @torch.no_grad()
+    def add(self, change: torch.Tensor, base: torch.Tensor, joined: torch.Tensor) -> None:
+        """Of one weight.
+
+        Args:
+            change: by its adapter.
+            base: without it.
+            joined: their sum.
+        """
+        for wanted, old, new in zip(*(each.chunk(PARTS) for each in (change, base, joined))):
+            self.squares = self.squares + wanted.float().square().sum()
+            self.kept = self.kept + (wanted.float() * (new - old).float()).sum()
+
+    def warn(self, way: str) -> None:
+        """Where it is less than ALL_KEPT. way: what to do then."""
+        squares = float(self.squares)
+        if squares > 0 and float(self.kept) < ALL_KEPT * squares:
+            told = "half precision keeps %.0f %% of what the adapters change in their weights: %s"
+            log.warning(told, 100 * float(self.kept) / squares, way)
 
 
 def check_gathered(state_dict: StateDict) -> None:
