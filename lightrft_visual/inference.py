@@ -111,12 +111,15 @@ class Checkpoint:
         if not self.adapted:
             yield self.path
             return
+        from .models.diffusion.families.base import fuse_lora
         from .models.diffusion.opening import save_text_length
 
         bf16 = self.run.get("model", {}).get("bf16", False) if bf16 is None else bf16
 
         def write(folder: Path) -> None:
-            self.pipeline(bf16, complete=False).save_pretrained(folder)
+            pipeline = self.pipeline(bf16, complete=False)
+            fuse_lora(pipeline).warn("bf16=False (--bf16 false) evaluates all of it")
+            pipeline.save_pretrained(folder)
             if (length := self.text_length()) is not None:
                 save_text_length(os.fspath(folder), length)
 
@@ -127,7 +130,7 @@ class Checkpoint:
             yield os.fspath(folder)
 
     def pipeline(self, bf16: bool = False, complete: bool = True) -> Any:
-        """The diffusers pipeline, adapters joined with their base; complete: also with what only its own call needs.
+        """The diffusers pipeline, adapters beside their base; complete: also with what only its own call needs.
         Raises ConfigError where the base is not known, or does not load."""
         import torch
 

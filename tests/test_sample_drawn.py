@@ -1,6 +1,7 @@
 """`sample` of diffusion models beside those that draw images from text: videos, edits, other names of the guidance."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -409,8 +410,12 @@ def test_adapters_of_a_model_given_by_its_parts_are_joined_with_them(tmp_path):
     assert len(videos[0]) == 5
 
 
-def test_adapters_are_joined_once_on_a_host_in_the_precision_of_the_run(tmp_path, monkeypatch):
-    trained("qwen_image").save_lora(tmp_path / "checkpoint-final")
+def test_adapters_are_joined_once_on_a_host_in_the_precision_of_the_run(tmp_path, monkeypatch, caplog):
+    policy = trained("qwen_image")
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.mul_(0.02)
+    policy.save_lora(tmp_path / "checkpoint-final")
     base = tiny_families.pipeline_of("qwen_image")
     run = {"sampling": {}, "model": {"bf16": True}}
     (tmp_path / "config.resolved.yaml").write_text(json.dumps(run))
@@ -418,6 +423,7 @@ def test_adapters_are_joined_once_on_a_host_in_the_precision_of_the_run(tmp_path
         monkeypatch.setenv(name, value)
     checkpoint = Checkpoint.of(tmp_path / "checkpoint-final", base)
     with checkpoint.model() as joined:
+        assert re.search(r"half precision keeps [0-7]?[0-9] % of .*: bf16=False", caplog.text)
         (weights,) = Path(joined, "transformer").glob("*.safetensors")
         assert {each.dtype for each in load_file(weights).values()} == {torch.bfloat16}
         monkeypatch.setenv("LOCAL_RANK", "1")

@@ -143,10 +143,8 @@ def _sum(parameter: nn.Parameter, layer: LoraLayer | None, share: KeptShare | No
     tensor = parameter.data
     if layer is not None:
         for adapter in layer.active_adapters:
-            change, base = layer.get_delta_weight(adapter), tensor
-            tensor = base + change.to(base.dtype)
-            if share is not None:
-                share.add(change, base, tensor)
+            change = layer.get_delta_weight(adapter)
+            tensor = tensor + change.to(tensor.dtype) if share is None else share.sum(tensor, change)
     return tensor
 
 

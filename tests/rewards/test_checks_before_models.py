@@ -28,9 +28,7 @@ def test_a_parameter_that_no_column_fills(rewards_file):
     config = RewardConfig(reward_fn=f"{rewards_file}:plain")
     engine_arguments(config, columns={"difficulty"})
     engine_arguments(config)  # the data are not known yet
-    told = (
-        "plain asks for 'difficulty'.*did you mean 'dificulty'.*a setting of its own is reward.kwargs.NAME.diffic"
-    )
+    told = "plain asks for 'difficulty'.*did you mean 'dificulty'.*a setting of its own is reward.kwargs.NAME.diffic"
     with pytest.raises(ConfigError, match=told):
         engine_arguments(config, columns={"dificulty", "other"})
     recipe = RewardConfig(reward_recipe=f'{{"*": [[func, "{rewards_file}:plain", 1.0]]}}')

@@ -40,17 +40,13 @@ class KeptShare:
     kept: torch.Tensor | float = 0.0
 
     @torch.no_grad()
-    def add(self, change: torch.Tensor, base: torch.Tensor, joined: torch.Tensor) -> None:
-        """Of one weight.
-
-        Args:
-            change: by its adapter.
-            base: without it.
-            joined: their sum.
-        """
-        for wanted, old, new in zip(*(each.chunk(PARTS) for each in (change, base, joined))):
+    def sum(self, weight: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        """Of a weight and what its adapter changes, counted here."""
+        joined = weight + change.to(weight.dtype)
+        for wanted, old, new in zip(*(each.chunk(PARTS) for each in (change, weight, joined))):
             self.squares = self.squares + wanted.float().square().sum()
             self.kept = self.kept + (wanted.float() * (new - old).float()).sum()
+        return joined
 
     def warn(self, way: str) -> None:
         """Where it is less than ALL_KEPT. way: what to do then."""

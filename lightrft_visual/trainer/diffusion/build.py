@@ -422,7 +422,7 @@ def load_teacher(
     """The frozen model of on-policy distillation: the teacher's denoisers on the device, whole on every rank; its
     prompts are encoded by the policy's encoders.
 
-    A folder of LoRA weights alone, as runs leave it, is joined with the model of the run.
+    A folder of LoRA weights alone, as runs leave it, lies beside the weights of the run's model.
 
     Args:
         config: of the run; None is returned where it names no teacher.

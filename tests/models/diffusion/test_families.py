@@ -23,7 +23,7 @@ from lightrft_visual.experience.items import make_experience_batch, split_experi
 from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion import forward_graphs
 from lightrft_visual.models.diffusion.families import qwen_image
-from lightrft_visual.models.diffusion.families.base import by_kind, join_lora, pack
+from lightrft_visual.models.diffusion.families.base import by_kind, fuse_lora, join_lora, pack
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
 from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
 from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
@@ -235,6 +235,8 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
         stock.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
     torch.testing.assert_close(velocity_in(stock), trained, rtol=1e-4, atol=1e-6)
     join_lora(joined, tmp_path)
+    torch.testing.assert_close(velocity_in(joined), trained, rtol=1e-4, atol=1e-6)
+    fuse_lora(joined)
     torch.testing.assert_close(velocity_in(joined), trained, rtol=1e-4, atol=1e-5)
     denoisers = family_of(joined, policy.family.text_length).denoisers().values()
     assert not any("lora" in name for each in denoisers for name, _ in each.named_modules())

@@ -31,7 +31,8 @@ def teacher_of(base, teacher, policy):
     return load_teacher(parse_run(DiffusionRunConfig, flags.split(), preset=DIFFUSION_PRESET).config, STRATEGY, policy)
 
 
-def test_load_teacher_lora_weights_of_a_run_joined_with_the_model_of_the_run(base, tmp_path):
+def test_load_teacher_lora_weights_of_a_run_stay_beside_the_model_of_the_run(base, tmp_path):
+    """Sums with its weights would lose small changes in half precision."""
     policy = DiffusionPolicy.from_pretrained(str(base), lora=LoraSettings(4, 8))
     torch.manual_seed(3)
     with torch.no_grad():
@@ -48,6 +49,9 @@ def test_load_teacher_lora_weights_of_a_run_joined_with_the_model_of_the_run(bas
     torch.testing.assert_close(velocity(teacher), wanted, rtol=1e-4, atol=1e-5)
     assert (velocity(teacher_of(base, base, policy)) - wanted).abs().max() > 1e-3
     assert not any(weight.requires_grad for weight in teacher.parameters())
+    own = dict(DiffusionPolicy.from_pretrained(str(base)).named_parameters())
+    found = {name.replace(".base_layer.", "."): weight for name, weight in teacher.named_parameters()}
+    assert all(torch.equal(found[name], weight) for name, weight in own.items())
 
 
 def test_load_teacher_ranks_meet_behind_what_their_hosts_fetch(base, monkeypatch):

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from ....config.diffusion import LORA, DiffusionRunConfig, lora_folders
@@ -21,6 +22,7 @@ from ....errors import ConfigError, did_you_mean, refused_as
 from ....experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ....experience.vision import NEGATIVE, Conditions, joined, samples_of
 from ....runtime import collectives
+from ....runtime.checkpoint.export import KeptShare
 from ....runtime.host_copies import to_device
 from ..layers import flow_match_schedule, upcast
 
@@ -438,19 +440,28 @@ class PackedLatents(DiffusionFamily):
 
 
 def join_lora(pipeline: Any, folder: Path) -> None:
-    """Add the LoRA weights that a policy saved in `folder` to those of a stock pipeline. ConfigError where they do
+    """Give a stock pipeline the LoRA weights that a policy saved in `folder`, beside its own. ConfigError where they do
     not fit it."""
     with refused_as(ConfigError, f"the LoRA weights in {folder} cannot be joined with their model"):
         if not hasattr(pipeline, "load_lora_weights"):
             pipeline.transformer.load_lora_adapter(folder, weight_name=LORA)
-            pipeline.transformer.fuse_lora()
-            pipeline.transformer.unload_lora()
             return
         for found in lora_folders(folder):
-            second = found != folder
-            pipeline.load_lora_weights(found, **({"load_into_transformer_2": True} if second else {}))
-            pipeline.fuse_lora(**({"components": ["transformer_2"]} if second else {}))
-        pipeline.unload_lora_weights()
+            pipeline.load_lora_weights(found, **({"load_into_transformer_2": True} if found != folder else {}))
+
+
+def fuse_lora(pipeline: Any) -> KeptShare:
+    """Add what `join_lora` gave to the pipeline's own weights, and say how much of it they keep."""
+    share = KeptShare()
+    for part in pipeline.components.values():
+        if not getattr(part, "_hf_peft_config_loaded", False):
+            continue
+        for layer in part.modules():
+            if isinstance(layer, LoraLayer):
+                base, (adapter,) = layer.get_base_layer().weight, layer.active_adapters
+                base.data = share.sum(base.data, layer.get_delta_weight(adapter))
+        part.unload_lora()
+    return share
 
 
 def by_kind(
