@@ -101,7 +101,7 @@ class DiffusionEvaluation:
     @cached_property
     def asked(self) -> list[str]:
         """What each prompt asks for: its text, and hashes of the images that it comes with."""
-        return ["\0".join([row.prompt, *map(pixel_hash, row.images)]) for row in self.prompts]
+        return ["\0".join([str(row.prompt), *map(pixel_hash, row.images)]) for row in self.prompts]
 
     @property
     def identity(self) -> str:
