@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2831, "experience": 3180, "config": 5111, "runtime": 6220, "data": 3688,
-    "models": 6120, "rollout": 5466, "rewards": 4647, "algorithms": 1742, "trainer": 7810, "observe": 3558,
+    "": 2834, "experience": 3180, "config": 5114, "runtime": 6250, "data": 3696,
+    "models": 6126, "rollout": 5477, "rewards": 4649, "algorithms": 1742, "trainer": 7823, "observe": 3558,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
