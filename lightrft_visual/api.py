@@ -207,8 +207,10 @@ class _Trainer:
     def evaluate(self) -> dict[str, float]:
         """Metrics on the held-out prompts: of the model as it was given, after `fit` of what was trained.
 
-        Raises ConfigError without held-out prompts; after a `fit` without any that left no checkpoint, CheckpointError.
-        """
+        Raises ConfigError without held-out prompts; CheckpointError after a `fit` that neither evaluated nor left a
+        checkpoint."""
+        if not self.config.data.evaluated:
+            raise ConfigError("there is nothing to evaluate on: give eval_dataset")
         result, measured = self._result, self._measured
         if result is not None and measured and measured[-1]["step"] == result.metrics["step"]:
             return {name: value for name, value in measured[-1].items() if name != "step"}
@@ -222,10 +224,7 @@ class _Trainer:
             output.output_dir, output.save_path, output.ckpt_path = os.path.join(scratch, "run"), None, None
             output.save_steps, output.report, output.use_wandb, output.use_tensorboard = -1, False, False, False
             with started(config) as trainer:
-                found = dict(trainer.evaluate())
-        if not found:
-            raise ConfigError("there is nothing to evaluate on: give eval_dataset")
-        return found
+                return dict(trainer.evaluate())
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Copy `Result.checkpoint` to a folder, with its run's settings: what `fit` trained, for other programs; of a

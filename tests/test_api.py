@@ -339,6 +339,10 @@ def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_
     trainer._result = api.Result({"step": 2.0}, [], [], tmp_path / "out", None, None)
     trainer.evaluate()
     assert seen == [(None, False, False), (str(tmp_path / "saved" / "auto"), False, False)]
+    trainer = GRPOTrainer("embedded", score, ROWS, output_dir=tmp_path / "out")
+    trainer._result = api.Result({"step": 2.0}, [], [], tmp_path / "out", None, None)
+    with pytest.raises(ConfigError, match="nothing to evaluate on: give eval_dataset"):
+        trainer.evaluate()
 
 
 @pytest.mark.plugin("embedded")

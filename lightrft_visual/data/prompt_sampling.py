@@ -52,7 +52,7 @@ def distributed_k_repeat_indices(
     unique = total // repeats_per_prompt
     if unique > dataset_length:
         raise ValueError(f"the global batch needs {unique} different prompts, the data set has {dataset_length}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     chosen = torch.randperm(dataset_length, generator=generator)[:unique]
     repeated = chosen.repeat_interleave(repeats_per_prompt)
     shuffled = repeated[torch.randperm(total, generator=generator)]

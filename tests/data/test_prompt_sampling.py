@@ -3,6 +3,7 @@ Validation prompts over ranks: each real one exactly once, the same count everyw
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +50,7 @@ def test_the_order_follows_the_stated_recipe():
         index
         for rank in range(2)
         for index in distributed_k_repeat_indices(
-            dataset_length=10, batch_size=6, repeats_per_prompt=3, world_size=2, rank=rank, seed=5
+            dataset_length=10, batch_size=6, repeats_per_prompt=3, world_size=2, rank=rank, seed=np.int64(5)
         ).local_indices
     ]
     assert got == expected
