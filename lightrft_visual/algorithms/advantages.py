@@ -22,7 +22,6 @@ from ..config.constraints import check_call
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError, RewardError
 from ..observe.metrics import Moments
-from ..runtime.checkpoint.state import Encoder
 from .kl import compute_reward, of_shape
 
 T = torch.Tensor
@@ -429,8 +428,7 @@ def decoupled_rewards(
 
 def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
     """The calculator of `advantage_estimator`; ConfigError that lists the names for an unknown one, and for one that
-    cannot be called as estimators are; CheckpointError for one whose state no checkpoint can keep. What a `config` of
-    another system lacks is at its default."""
+    cannot be called as estimators are. What a `config` of another system lacks is at its default."""
     defaults = vars(AlgorithmConfig())
     if not all(hasattr(config, setting) for setting in defaults):
         named = config if isinstance(config, Mapping) else {n: getattr(config, n) for n in dir(config) if n[0] != "_"}
@@ -449,7 +447,6 @@ def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCal
             f"{told} is registered with grouped={entry.grouped}, but {type(calculator).__name__} "
             f"{'has' if calculator.grouped else 'lacks'} group_rewards, which compares the samples of a prompt"
         )
-    Encoder().encode(calculator.state_dict(), f"{told}: state_dict")
     return calculator
 
 

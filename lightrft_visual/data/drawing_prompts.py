@@ -98,8 +98,9 @@ def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -
 def _text(prompt: Any, raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))
-        told = "; give --input_key text, or name the .txt file, of which blank lines are left out"
-        columns += told if [*raw] == ["text"] else ""  # a folder of text files is read so
+        if [*raw] == ["text"]:  # a folder of text files is read so
+            empty = "; a .txt file that is named itself, without --input_key, may have empty lines"
+            columns += empty if config.input_key == "text" else "; give --input_key text"
         raise DataError(f"no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
     return prompt
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,12 @@ Item = TypeVar("Item")
 SHARED_MEMORY = Path("/dev/shm")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of settings in glibc's malloc.h
 _MIB = 2**20
+
+
+def no_shared_memory() -> bool:
+    """Whether processes find no room to share, or may not write there."""
+    usable = os.access(SHARED_MEMORY, os.W_OK)  # root may write all but what is read-only
+    return not usable or shutil.disk_usage(SHARED_MEMORY).free < _MIB
 
 
 def nvidia_devices() -> int:

@@ -312,11 +312,8 @@ class Hooks:
     def check_states(self) -> None:
         """Raise ConfigError for a hook whose state no checkpoint can keep."""
         for name, hook in self._named():
-            try:
-                if hasattr(hook, "state_dict") and not is_shipped(type(hook)):  # whose states may be large
-                    Encoder().encode(hook.state_dict(), f"state_dict of hook {name}")
-            except CheckpointError as error:
-                raise ConfigError(str(error)) from error
+            if hasattr(hook, "state_dict"):
+                check_state(hook, f"hook {name}")
 
     def load_state_dict(self, state: Mapping[str, Any], lending_alone: bool = False) -> None:
         """Go on from `state_dict`'s. lending_alone: only hooks that lend weights."""
@@ -363,6 +360,15 @@ def copied(state: Any) -> Any:
     return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
 
 
+def check_state(owner: Any, told: str) -> None:
+    """Raise ConfigError for a part of a user's whose state no checkpoint can keep. told: its kind and name."""
+    try:
+        if not is_shipped(type(owner)):  # whose states may be large
+            Encoder().encode(owner.state_dict(), f"state_dict of {told}")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
 def go_on(owner: Any, state: Mapping[str, Any], told: str) -> None:
     """Give a part of a user's its state of a checkpoint. Raises CheckpointError for a key that the state lacks.
 
@@ -383,8 +389,9 @@ def _tell_of_silent(hooks: Sequence[Any], config: Any) -> None:
     """Warn of methods of a user's hooks that a run of this configuration never calls, or no run."""
     for hook in hooks:
         strange = [name for name in dir(hook) if name.startswith("on_") and name not in MOMENTS]
-        if strange:
-            told = "%s: %s is never called by a run; its moments are %s"
+        own = [name for name in strange if getattr(getattr(hook, name), "__module__", None) == type(hook).__module__]
+        if strange := [name for name in own if callable(getattr(hook, name))]:  # not what it derives from
+            told = "%s: a run never calls %s; its moments are %s"
             logger.warning(told, type(hook).__name__, ", ".join(strange), ", ".join(MOMENTS))
     for name in getattr(config, "silent_moments", ()):
         for hook in hooks:

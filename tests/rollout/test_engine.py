@@ -104,8 +104,9 @@ def test_an_engine_that_gives_another_number_of_completions_is_an_error(root, wr
     [
         ({"text": "red"}, "a dict whose token_ids are a NoneType, not a list"),
         ({"token_ids": torch.tensor([5, 6])}, "a Completion whose token_ids are a Tensor"),
-        ({"token_ids": [5.0, 6.0]}, "token ids that are no numbers from 0 on, such as 5.0"),
-        ({"token_ids": [5, -1]}, "token ids that are no numbers from 0 on"),
+        ({"token_ids": [5, 6.0]}, "token ids that are no whole numbers from 0 on, such as 6.0"),
+        ({"token_ids": [5, None]}, "token ids that are no whole numbers from 0 on, such as None"),
+        ({"token_ids": [5, -1]}, "token ids that are no whole numbers from 0 on, such as -1"),
         ({"log_probs": [-0.5]}, "1 log-probs for 2 tokens"),
         ({"token_ids": [5] * 4, "log_probs": None}, "4 tokens, 3 are the most"),
     ],

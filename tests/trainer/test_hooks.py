@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
@@ -16,7 +17,7 @@ from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
-from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
+from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun, check_state
 from lightrft_visual.trainer.vl.sft import build_supervised
 from lightrft_visual.trainer.vl.trainer import build_trainer
 
@@ -178,6 +179,8 @@ def test_a_state_that_no_checkpoint_can_keep_is_refused_by_the_name_of_its_hook(
     with pytest.raises(ConfigError, match=r"state_dict of hook mine\.(seen|at\[0\]): a (set|object) cannot be saved"):
         hooks.check_states()
     Hooks([Kept(1), Adds("stateless")]).check_states()
+    with pytest.raises(ConfigError, match="state_dict of estimator mine"):
+        check_state(SimpleNamespace(state_dict=lambda: state), "estimator mine")
 
 
 def test_a_key_that_a_hook_misses_in_its_state_is_told_by_the_hooks_name():
@@ -299,11 +302,17 @@ def test_a_hook_is_told_of_moments_that_its_run_never_calls(caplog, config, sile
 
 
 def test_a_method_that_no_run_ever_calls_is_told_of(caplog):
-    hook = SimpleNamespace(on_metrics=print, on_step_end=print, on_log=print)
-    Hooks().build(SimpleNamespace(config=RunConfig(), kind="none"), [Reports(), hook])
-    assert [text.partition(" a run")[0] for text in caplog.messages] == [
-        "SimpleNamespace: on_log, on_step_end is never called by"
-    ]
+    class Ends(TrainerCallback):
+        on_policy = True
+
+        def on_step_end(self, *given, **named):
+            """Transformers', and so is `on_log`, which stays theirs."""
+
+        def on_metrics(self, metrics):
+            return metrics
+
+    Hooks().build(SimpleNamespace(config=RunConfig(), kind="none"), [Reports(), Ends()])
+    assert [text.partition(";")[0] for text in caplog.messages] == ["Ends: a run never calls on_step_end"]
 
 
 @pytest.mark.parametrize(("kind", "built"), [("vl", ["own"]), ("diffusion", ["own"]), ("sft", [])])

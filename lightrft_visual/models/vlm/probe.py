@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from ...runtime import collectives
 from ...runtime.files import cache_root, parse_record, to_json, write_atomic
 from ...runtime.packages import is_shipped
 from ...runtime.usercode.calls import describe_error
+from ...runtime.usercode.surroundings import is_users
 from ...runtime.zero3_loading import reading_across
 from ..loading import Checkpoint
 from .actor import Actor
@@ -124,7 +126,7 @@ def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapp
         found = collectives.all_gather_object(own)
         finding = max(found, key=lambda each: each.difference / each.bound)  # the worst of the ranks
         if not finding.right:
-            raise ConfigError(_refusal(actor, finding)) from raised
+            raise ConfigError(_refusal(actor, finding, raised)) from raised
         known = {"difference": finding.difference, "bound": finding.bound, "tried": finding.tried}
         if collectives.is_rank_0():
             _keep(kept, known)
@@ -339,7 +341,7 @@ def _length(config: Any, longest: int) -> int:
     return max(reached, default=0)
 
 
-def _refusal(actor: Actor, finding: Finding) -> str:
+def _refusal(actor: Actor, finding: Finding, raised: Exception | None) -> str:
     family, own = actor.backbone.family, type(actor.transformer).__name__
     if finding.error in (_LOOKS_AHEAD, _NO_NUMBERS):
         return f"model type {family.config.model_type!r}: {finding.error}"
@@ -352,7 +354,8 @@ def _refusal(actor: Actor, finding: Finding) -> str:
         )
     ours = is_shipped(type(family))
     write = "Write one of its own: a subclass of VLMFamily, registered in vlm_families by a file that --plugins names"
-    hints = "; ".join(_hints(actor, finding) if ours or not finding.error else ())  # an error of theirs says it itself
+    theirs = raised is not None and any(is_users(each.filename) for each in extract_tb(raised.__traceback__))
+    hints = "; ".join(() if theirs else _hints(actor, finding))  # an error in lines of theirs says it itself
     return (
         f"model type {family.config.model_type!r}, run by the adapter {type(family).__name__}: {told}"
         f"{f'. {write}' if ours else ''}{hints and f' ({hints})'}; see docs/architecture.md"

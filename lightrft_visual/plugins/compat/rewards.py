@@ -50,7 +50,7 @@ def flow_grpo_result(result: Any, name: str) -> Any:
     scores = result[0] if isinstance(result, tuple) else result
     if isinstance(scores, Mapping) and "avg" in scores:
         parts = {key: values for key, values in scores.items() if key != "avg"}
-        for key in (key for key in parts if key.endswith("accuracy")):
+        for key in (key for key, each in parts.items() if key.endswith("accuracy") and np.ndim(each)):
             parts[key] = [None if value == -10 else value for value in as_list(parts[key], name)]
         return scores["avg"], parts
     return scores

@@ -18,6 +18,7 @@ from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
 from ...runtime.checkpoint.export import TRANSPOSED, as_published
+from ...runtime.host_memory import no_shared_memory
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
@@ -105,7 +106,7 @@ class VLLMEngine(ResidentEngine):
             asked = {"engine_quantization": s.quantization, "engine_kwargs": ", ".join(s.extra)}
             given = "".join(f", with {name} {value}" for name, value in asked.items() if value)
             told = f"{type(error).__name__}: {error}"
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS) and not error.filename:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS) and no_shared_memory():
                 told += "; is /dev/shm full or read-only (df -h /dev/shm)? For a container: docker run --shm-size 16g"
             raise RolloutError(f"vLLM could not load {s.model}{given}: {told}") from error
         if torch.get_num_threads() != threads:  # on CUDA vLLM 0.32 leaves one, for optimizers on the host too

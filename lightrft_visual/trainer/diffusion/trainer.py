@@ -143,7 +143,8 @@ class DiffusionTrainer(PolicyTrainer):
             evaluation = self.parts.evaluation
             evaluation.base, evaluation.base_identity = state["base_images"], state["base_identity"]
             if evaluation.base is not None and evaluation.base_identity != evaluation.identity:
-                self.console.message("eval_drift is left out: evaluations draw other prompts, noise or sizes")
+                told = "other prompts, images, noise or sizes, or an earlier version saved the checkpoint"
+                self.console.message(f"eval_drift is left out: evaluations draw {told}")
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         old = [state["old"] for state in states]

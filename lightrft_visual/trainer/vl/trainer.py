@@ -14,7 +14,7 @@ from ...rollout.weight_sync import EngineWeights
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
-from ..hooks import StepData, copied, go_on
+from ..hooks import StepData, check_state, copied, go_on
 from ..loop import PolicyTrainer
 from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
@@ -133,6 +133,7 @@ class VLTrainer(PolicyTrainer):
     def start(self) -> None:
         """The engine gets the weights that training starts or goes on from, and a first look through the gate."""
         log_stage("giving the engine its weights, and comparing it with the trainer")
+        check_state(self.maker.calculator, f"estimator {self.config.algorithm.advantage_estimator}")
         if self.config.rollout.offload_trainer:
             self._make_room()
         self._load_engine_weights()

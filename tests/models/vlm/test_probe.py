@@ -104,6 +104,8 @@ def test_an_error_in_an_adapter_of_ones_own_is_told_with_its_place_and_without_h
         proven(stock("gemma3"), Slips)
     assert told.value.__cause__.__traceback__ is not None
     assert "of its own" not in str(told.value) and "must " not in str(told.value)
+    with pytest.raises(ConfigError, match="(?s)adapter Plain: .*must bring what its forward takes .*image_grid_thw"):
+        proven(stock("qwen3_5"), type("Plain", (VLMFamily,), {}))  # an error in lines of transformers
 
 
 @pytest.mark.parametrize(
