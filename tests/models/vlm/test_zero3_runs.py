@@ -47,7 +47,7 @@ def tried(strategy: DeepspeedStrategy, path: str) -> tuple[float, list[str | Non
     assert train.step().applied
     if (routers := train.module.backbone.routers) is not None:
         routers._real = None  # of that pass, where the own class is called with another
-    return probe._tried(train.module, checkpoint, 0).difference, told
+    return probe._tried(train.module, checkpoint, 0)[0].difference, told
 
 
 def by_family(folder: str) -> dict[str, tuple]:
