@@ -170,10 +170,12 @@ def rollout_blocks(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]
 
 def guard_section(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]:
     """The guard's alarms, each with those samples kept of its step that please the reward most."""
-    kept = {step: path for step, path in (*run.eval_rollouts, *run.train_rollouts)}  # of a training step where both are
+    of_steps, of_evaluations = dict(run.train_rollouts), dict(run.eval_rollouts)
     blocks = []
     for alarm in run.alarms[:MAX_ALARMS]:
         step = alarm.get("step")
+        evaluated = str(alarm.get("signal")).startswith("eval_")
+        kept = of_steps | of_evaluations if evaluated else of_evaluations | of_steps
         path = kept.get(step) if isinstance(step, int) else None
         groups = dict(_cards(read_jsonl(path), thumbnails, path.parent)) if path is not None else {}
         best = [each for title, chosen in groups.items() if title.startswith("Best") for each in chosen]

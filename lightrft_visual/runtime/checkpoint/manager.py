@@ -231,10 +231,12 @@ class CheckpointManager:
         """Names of the checkpoints that a run gives up which goes on from one of them: those saved later, but for a
         best one of the steps until then."""
         own = [(each, content) for each, content in self._present() if content and content["resumable"]]
-        at = next((number for number, (each, _) in enumerate(own) if each.resolve() == path.resolve()), 0)
-        return [
-            each.name for each, found in own[:at] if NUMBERED.match(each.name) or found["step"] > own[at][1]["step"]
-        ]
+        at = next((number for number, (each, _) in enumerate(own) if each.resolve() == path.resolve()), None)
+        if at is None:
+            return []
+        numbered, step = NUMBERED.match(own[at][0].name), own[at][1]["step"]
+        later = own[:at] if numbered else own  # the guard's rollback saves the best one anew, as the newest
+        return [each.name for each, found in later if numbered and NUMBERED.match(each.name) or found["step"] > step]
 
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.

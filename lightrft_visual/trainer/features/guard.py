@@ -94,7 +94,7 @@ class GuardHook(StepHook):
             self.context.recorder.log_line(ALARMS, alarm.step, asdict(alarm))
             self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
         self.context.report.write()
-        step, signal = self.context.step(), alarms[-1].signal
+        step, signal = self.context.step(), ", ".join(alarm.signal for alarm in alarms)
         if self.config.policy == "stop" or (self.config.policy == "rollback" and best is None):
             raise StopRun(f"stopped by the guard at step {step} ({signal})")
         if self.config.policy == "rollback":

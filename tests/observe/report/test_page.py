@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from observe_runs import make_run, scene
@@ -15,6 +16,7 @@ from PIL import Image
 
 from lightrft_visual.errors import DataError
 from lightrft_visual.observe.recorder import RunRecorder
+from lightrft_visual.observe.report import examples
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import RunData, load_run, phase_times, taken_together
 from lightrft_visual.observe.report.examples import turns
@@ -466,3 +468,15 @@ def test_folders_that_are_no_run_and_a_page_that_cannot_be_written_are_named(tmp
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file/page.html cannot be written: \w+"):
         write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
+
+
+def test_an_alarm_of_an_evaluation_stands_with_its_samples_and_others_with_those_of_the_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(examples, "_cards", lambda records, thumbnails, folder: {"Best": records})
+    for name in ("eval_step", "step"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"of": "{name}"}}\n')
+    alarms = [{"step": 4, "signal": signal, "text": "fell"} for signal in ("eval_gold", "gold")]
+    run = SimpleNamespace(
+        eval_rollouts=[(4, tmp_path / "eval_step.jsonl")], train_rollouts=[(4, tmp_path / "step.jsonl")], alarms=alarms
+    )
+    blocks = examples.guard_section(run, None)
+    assert [block["cards"] for block in blocks] == [[{"of": "eval_step"}], [{"of": "step"}]]

@@ -230,6 +230,8 @@ def test_a_run_that_goes_on_gives_up_what_was_saved_later_but_for_a_best_one_of_
         manager.save(step, write_files, name="checkpoint-best", resumable=True)
         assert manager.given_up(first) == by_first and manager.given_up(second) == by_first[:-1]
     assert manager.given_up(tmp_path / "elsewhere" / first.name) == []
+    manager.save(1, write_files, name="checkpoint-best", resumable=True)  # anew, as the guard's rollback does
+    assert manager.given_up(tmp_path / "checkpoint-best") == [second.name]
 
 
 def test_a_file_system_that_flushes_no_folders_takes_checkpoints(tmp_path, monkeypatch):
