@@ -242,7 +242,7 @@ def _wrong_of(response: Completion, most: int) -> str:
     ids, log_probs = getattr(response, "token_ids", None), getattr(response, "log_probs", None)
     if not isinstance(ids, list):
         return f"a {type(response).__name__} whose token_ids are a {type(ids).__name__}, not a list"
-    wrong = [each for each in ids if not isinstance(each, int | Integral) or each < 0]
+    wrong = [each for each in ids if not isinstance(each, (int, Integral)) or each < 0]
     if wrong:
         return f"token ids that are no whole numbers from 0 on, such as {wrong[0]!r}"
     if log_probs is not None and len(log_probs) != len(ids):

@@ -7,7 +7,7 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -67,7 +67,8 @@ def local_rank_under_open_mpi() -> AbstractContextManager[None]:
     variables too.
     Versions: DeepSpeed 0.14 to 0.19.
     """
-    return variable("OMPI_COMM_WORLD_LOCAL_RANK", os.environ["LOCAL_RANK"])
+    name = "OMPI_COMM_WORLD_LOCAL_RANK"
+    return variable(name, os.environ["LOCAL_RANK"]) if name in os.environ else nullcontext()
 
 
 def settle_gradients(engine: Any) -> None:
