@@ -298,7 +298,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     They may wait in a collective: a plain exit would wait for them, or for the engine's threads.
     """
     from .config.load import resolved_yaml
-    from .observe.environment import write_crash_log
+    from .observe.environment import FAILED, write_crash_log, write_end
     from .runtime import collectives, watchdog
 
     if isinstance(error, RuntimeError) and not isinstance(error, LightRFTVisualError):
@@ -308,6 +308,8 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     where = "" if stage == watchdog.STARTING else f" ({rank}stage {stage})"
     plain = isinstance(error, FolderInUse | OutputClosed)  # crash.log is the other run's, or has nothing to tell
     log = None if plain else write_crash_log(config.output.output_dir, error, resolved_yaml(config))
+    if log is not None and stage != watchdog.STARTING:  # before it the folder may be another run's
+        write_end(log.parent, FAILED, text.split("\n")[0] + where)
     if log is None and not plain and disk_problem(error) is None and not isinstance(error, ConfigError):
         traceback.print_exception(error)
     first, *rest = text.split("\n")

@@ -27,7 +27,7 @@ from waiting import finished
 from lightrft_visual import launch
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import StoppedBySignal
+from lightrft_visual.errors import RewardError, StoppedBySignal
 from lightrft_visual.runtime import watchdog
 from lightrft_visual.runtime.seeding import choose_deterministic, seed_everything
 from lightrft_visual.runtime.start_up import importing
@@ -66,6 +66,17 @@ def ended(monkeypatch, tmp_path):
 
 def log_of(folder):
     return (folder / "run" / "crash.log").read_text()
+
+
+def test_the_first_rank_that_fails_says_how_the_run_ended_and_none_before_a_run_began(ended, monkeypatch, tmp_path):
+    with monkeypatch.context() as starting:
+        starting.setattr(watchdog, "stage", lambda: watchdog.STARTING)
+        ended(RewardError("no such server"))
+    assert not (tmp_path / "run" / "ended.json").exists()
+    ended(ValueError("token=hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"))
+    ended(RuntimeError("connection closed by peer"))
+    told = json.loads((tmp_path / "run" / "ended.json").read_text())
+    assert told == {"how": "failed", "text": "ValueError: token=*** (stage reward)"}
 
 
 def test_a_full_device_is_said_with_the_settings_that_take_less(ended, capsys):

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..errors import writable
 from ..runtime import collectives, watchdog
-from ..runtime.files import wait_for_lock
+from ..runtime.files import to_json, wait_for_lock
 from ..runtime.masking import mask_command, mask_text
 from ..runtime.packages import installed_version
 
@@ -88,7 +88,7 @@ def describe(world_size: int, started: str) -> dict[str, Any]:
 ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
-    r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|env\.json"
+    r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|(env|ended)\.json"
     r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|latest"
     r"|(\.replaced-)?checkpoint-.+"
 )
@@ -171,6 +171,28 @@ def write_crash_log(folder: str | Path, error: BaseException, config: str) -> Pa
         logger.warning("%s cannot be written: %s", path, failure)
         return None
     return path
+
+
+ENDED = "ended.json"
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+
+
+def write_end(folder: str | Path, how: str, text: str = "") -> None:
+    """How a run ended, for the report, unless a rank has said so: the first that fails brings the others down.
+
+    Args:
+        folder: of the run's outputs.
+        how: FINISHED, STOPPED (by a signal or a hook) or FAILED.
+        text: what was said of it; nothing of one that finished.
+    """
+    path = Path(folder) / ENDED
+    if path.exists():
+        return
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(writable(to_json({"how": how, "text": text})) + "\n")
+    except OSError as failure:
+        logger.warning("%s cannot be written: %s", path, failure)
 
 
 def _part(error: BaseException, config: str) -> str:

@@ -170,9 +170,10 @@ class RunRecorder:
         return write_contact_sheet(self.folder / f"eval_epoch_{epoch:06d}", records)
 
     def cut_back(self, step: int) -> None:
-        """Forget everything after `step`, the step of the checkpoint that a run resumes from."""
+        """Forget everything after `step`, the step of the checkpoint that a run resumes from, and its end."""
         if not self.active:
             return
+        (self.folder / environment.ENDED).unlink(missing_ok=True)
         self._tell([*self._sinks, *self._eval_sinks], "cut_back", step)
         for path in (self.folder / ALARMS, self.folder / GOLD, self.folder / EVALUATIONS):
             cut_jsonl(path, step)
@@ -183,6 +184,11 @@ class RunRecorder:
             if number > step:
                 remove_folder(path)
         remove_unused_images(self.rollout_folder)
+
+    def log_end(self, how: str, text: str = "") -> None:
+        """ended.json, as of `write_end`."""
+        if self.active and _identity(self.folder) == self._identity:
+            environment.write_end(self.folder, how, text)
 
     def close(self, failed: bool = False) -> None:
         """Close every sink, and let other runs have the folder. failed: whether an error ends the run."""

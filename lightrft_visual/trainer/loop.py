@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal, TooManyInvalid
 from ..observe.console import RunConsole
+from ..observe.environment import FAILED, FINISHED, STOPPED
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record, RunRecorder
 from ..observe.report.page import ReportWriter
@@ -26,6 +27,7 @@ from ..runtime.checkpoint.behind import collectives_first
 from ..runtime.phase_timer import PhaseTimer
 from ..runtime.start_up import log_stage, start_is_over
 from ..runtime.train_engine import StepResult, TrainEngine
+from ..runtime.usercode.calls import masked, what_happened
 from .hooks import HookContext, Hooks, StepData, StopRun
 from .run_state import RunState, final_folder
 
@@ -208,7 +210,7 @@ class PolicyTrainer(ABC):
         end.
         """
         export: bool | None = None  # whether the model is written; None while steps are to be made
-        ended_well = False
+        self.ending, ended_well = (FINISHED, ""), False
         try:
             with self.state.listening():
                 self._begin()
@@ -236,8 +238,12 @@ class PolicyTrainer(ABC):
                         self.state.save_final(final_folder(self.settings.output))
             ended_well = True
             return self.latest_eval
+        except BaseException as error:
+            self.ending = FAILED, masked(what_happened(error)).removeprefix("raised ")
+            raise
         finally:
             self.console.close()
+            self.recorder.log_end(*self.ending)
             report = self.report.write()
             self.recorder.close(failed=not ended_well)
             if ended_well and export:
@@ -287,6 +293,7 @@ class PolicyTrainer(ABC):
         with self.timer.phase("save"):
             self.state.stop(rewound)
         said = f"stopped by signal at step {self.step}; a checkpoint is saved"
+        self.ending = STOPPED, said
         self.console.message(f"{why}\n{said}" if why else said)
         if self.console.output.lost is not None and not self.state.signalled():
             raise self.console.output.lost  # nobody has asked for the end
@@ -296,6 +303,7 @@ class PolicyTrainer(ABC):
         """Whether the model is written. rewound: as of the last finished step."""
         with self.timer.phase("save"):
             said = stop.settle(self.state, rewound)
+        self.ending = STOPPED, said
         self.console.message(said)
         return stop.export
 

@@ -1,6 +1,7 @@
 """What the loop does beside its steps, also where its checkpoints are written while it goes on."""
 
 import gc
+import json
 import os
 import signal
 import threading
@@ -267,6 +268,9 @@ def test_the_report_follows_the_run_and_shows_its_end_or_where_it_failed(walk, t
     assert written == [*range(done + 1), done]  # after the last step and at the end, not at the evaluation between them
     text = page.read_text()  # the last training reward and the last evaluation
     assert f"{0.25 * done:.3f}" in text and "last step" in text and (fails or "0.250" in text)
+    failed = {"how": "failed", "text": "RuntimeError: broken"}
+    assert json.loads((tmp_path / "ended.json").read_text()) == (failed if fails else {"how": "finished", "text": ""})
+    assert ("<b>failed</b> RuntimeError: broken" in text) == bool(fails) and "<b>finished</b>" not in text
 
 
 @pytest.mark.parametrize(
@@ -308,6 +312,8 @@ def test_an_alarm_stops_the_run_with_a_checkpoint(walk, tmp_path):
     assert trainer.step == 3 and (tmp_path / "checkpoint-000003" / "weights.bin").read_text() == "3"
     assert not (tmp_path / "checkpoint-final").exists()
     assert (tmp_path / "metrics.csv").exists() and not (tmp_path / "report.html").exists()
+    told = "stopped by the guard at step 3 (eval_gold); a checkpoint is saved"
+    assert json.loads((tmp_path / "ended.json").read_text()) == {"how": "stopped", "text": told}
 
 
 def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk, tmp_path):
@@ -316,8 +322,11 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
     assert (tmp_path / "checkpoint-final" / "model.bin").read_text() == "2"
     found = resolve_resume("auto", tmp_path)
     assert found.name == "checkpoint-best"
+    told = "<b>stopped</b> the guard (eval_gold, step 3) went back to the best gold: step 2, eval_gold 0.6</p>"
+    assert told in (tmp_path / "report.html").read_text()
     again = walk(steps=7, golds=GOLDS, eval_steps=1, resume=found)
     again.fit()
+    assert json.loads((tmp_path / "ended.json").read_text())["how"] == "finished"
     assert again.step == again.weights == 7 and again.guard.best == (0.6, 2)
     assert alarms(tmp_path) == [(3, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
 

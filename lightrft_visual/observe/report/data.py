@@ -18,6 +18,7 @@ from PIL import Image
 from ...errors import DataError
 from ...runtime.files import QUICK_LOADER, compose_yaml, read_jsonl
 from ...runtime.masking import mask_config
+from ..environment import ENDED
 from ..images import SHEET, data_uri
 from ..metrics import csv_records
 from ..recorder import ALARMS, SHEET_FOLDER, STEP_FILE, numbered, read_object
@@ -45,6 +46,8 @@ class RunData:
     train_rollouts: list[tuple[int, Path]] = field(default_factory=list)
     sheets: list[tuple[int, Path]] = field(default_factory=list)
     alarms: list[dict[str, Any]] = field(default_factory=list)  # of the guard
+    # How it ended, as of `write_end`: of several seeds as one each; none while it runs, or where it was killed.
+    ends: list[dict[str, Any]] = field(default_factory=list)
     # Of several seeds as one: by kind and column, (step, low, high).
     bands: dict[str, dict[str, Band]] = field(default_factory=dict)
 
@@ -121,7 +124,9 @@ def load_run(folder: str | Path) -> RunData:
     evaluated = numbered(rollouts, EVAL_FILE)
     trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]
     sheets = [(epoch, path / SHEET) for epoch, path in numbered(folder.glob("eval_epoch_*"), SHEET_FOLDER)]
-    environment = read_object(folder / "env.json") if is_readable(folder / "env.json") else {}
+    environment, end = (
+        read_object(folder / name) if is_readable(folder / name) else {} for name in ("env.json", ENDED)
+    )
     config = read_config(folder)
     return RunData(
         folder,
@@ -134,6 +139,7 @@ def load_run(folder: str | Path) -> RunData:
         trained,
         [(epoch, path) for epoch, path in sheets if path.exists()],
         read_jsonl(folder / ALARMS),
+        [{name: str(end.get(name, "")) for name in ("how", "text")}] if end else [],
     )
 
 
@@ -281,6 +287,7 @@ def as_one(group: Sequence[RunData]) -> RunData:
     told = {name: {str(each.get(name)) for each in settings} for name in SEEDS if name in settings[0]}
     listed = {name: ", ".join(sorted(seeds, key=lambda seed: (len(seed), seed))) for name, seeds in told.items()}
     one = RunData(group[0].folder, shared or group[0].name, {}, {}, {}, settings[0] | listed)
+    one.alarms, one.ends = ([each for run in group for each in getattr(run, kind)] for kind in ("alarms", "ends"))
     for kind in ("metrics", "evaluation"):
         bands: dict[str, Band] = {}
         for name in dict.fromkeys(name for run in group for name in getattr(run, kind)):

@@ -142,8 +142,10 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
 
 
 def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]."""
+    """Headline values of runs side by side, how those ended that did not finish, and the settings in which they differ,
+    [name, value in each run]."""
     entries, columns = [], [name for name in COMPARED if any(name in run.evaluation for run in runs)]
+    has_alarms = any(run.alarms for run in runs)
     for index, run in enumerate(runs):
         times = phase_times(run.metrics)
         values = ["–" if run.last_step is None else str(run.last_step)]
@@ -152,12 +154,15 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
             deviation = deviation_of(run, name)
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{deviation}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
+        values += [str(len(run.alarms))] if has_alarms else []
         entries.append({"name": run.name, "color": color_of(index), "values": values})
     flats = [compared_settings(run) for run in runs]
     names = dict.fromkeys(name for flat in flats for name in flat)
     settings = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
     differences = [each for each in settings if len(set(each[1:])) > 1]
-    return {"rows": entries, "columns": [COMPARED[name] for name in columns], "differences": differences}
+    titles = ["steps", *(COMPARED[name] for name in columns), "median step", *["alarms"] * has_alarms]
+    endings = [(run.name, end) for run in runs for end in run.ends if end["text"]]
+    return {"rows": entries, "columns": titles, "endings": endings, "differences": differences}
 
 
 MAX_BYTES = 10_000_000
@@ -252,6 +257,7 @@ def _build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) -
         .render(
             title=title,
             started=runs[0].environment.get("started") if alone else None,
+            endings=[end for end in runs[0].ends if end["text"]] if alone else [],
             tiles=tiles(runs[0]) if alone else [],
             is_empty=all(run.is_empty for run in runs),
             sections=sections,

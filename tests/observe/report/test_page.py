@@ -480,3 +480,31 @@ def test_an_alarm_of_an_evaluation_stands_with_its_samples_and_others_with_those
     )
     blocks = examples.guard_section(run, None)
     assert [block["cards"] for block in blocks] == [[{"of": "eval_step"}], [{"of": "step"}]]
+
+
+def test_a_comparison_counts_alarms_and_says_how_those_ended_that_did_not_finish(tmp_path):
+    told = {name: f"<i> & {name}" for name in "bc"}
+    for name, how, alarms in (("a", "finished", 0), ("b", "stopped", 2), ("c", "failed", 0), ("d", None, 0)):
+        make_run(tmp_path / name)
+        if how:
+            (tmp_path / name / "ended.json").write_text(json.dumps({"how": how, "text": told.get(name, "")}))
+        (tmp_path / name / "alarms.jsonl").write_text('{"step": 4, "signal": "gold", "text": "fell"}\n' * alarms)
+    found = comparison_section([load_run(tmp_path / name) for name in "abcd"])
+    assert found["columns"][-1] == "alarms" and [row["values"][-1] for row in found["rows"]] == ["0", "2", "0", "0"]
+    page = write_report([tmp_path / name for name in "abcd"], tmp_path / "x.html", by_seed=False).read_text()
+    for how, name in (("stopped", "b"), ("failed", "c")):
+        assert f'<p class="small ending {how}"><b>{name}: {how}</b> &lt;i&gt; &amp; {name}</p>' in page
+    assert page.count('class="small ending') == 2
+    assert comparison_section([load_run(tmp_path / name) for name in "ad"])["columns"][-1] == "median step"
+    together = comparison_section(taken_together([load_run(tmp_path / name) for name in "abcd"], True))
+    assert together["rows"][0]["values"][-1] == "2" and [end["how"] for _, end in together["endings"]] == [
+        "stopped",
+        "failed",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', '{"how": 3}', '{"how": ["failed"]}'])
+def test_a_damaged_end_is_no_end(tmp_path, text):
+    make_run(tmp_path / "run")
+    (tmp_path / "run" / "ended.json").write_text(text)
+    assert "small ending" not in write_report([tmp_path / "run"], tmp_path / "x.html").read_text()
