@@ -26,6 +26,7 @@ FOLDER = re.compile(r"^(/|\./|\.\./|~|[^=:/]+/[^=:/]+/)")  # by path; other word
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
 ROWS = ("prompt_data", "eval_data", "pair_data")
 OUTPUTS = ("output_dir", "save_path", "ckpt_path")
+HERE = "mount or copy that storage, and give a path of this host"
 NO_REWARD = (
     "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, reward.components.NAME=WEIGHT or "
     "--reward_recipe (beside --differentiable_reward or --pair_data only --eval_data needs it, which may be left out)"
@@ -66,6 +67,7 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
     output = getattr(config, "output", None)
     outputs = {name: each for name in looked_at if (each := getattr(output, name, None))}  # else it is in output_dir
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each)]
+    found += [f"--{name}: {shown_url(each)} is a URL; {HERE}" for name, each in outputs.items() if "://" in each]
     for name, each in outputs.items():
         folders = Path(each, "_").absolute().parents
         there = next(folder for folder in folders if folder.exists())
@@ -94,7 +96,9 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             wanted, known = (DATA, rows) if name in ROWS else (FOLDER, models if name in MODELS[:3] else ())
             for part in map(str.strip, value.split(",")):
                 near = None if part in known else nearest(part, known)
-                if near and not located(part).exists():
+                if "://" in part:
+                    found.append(f"--{name}: {shown_url(part)} is a URL; {HERE}, or a name of the hub")
+                elif near and not located(part).exists():
                     found.append(f"--{name}: there is no {part}; did you mean {near!r}?")
                 elif (wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
                     found.append(f"--{name}: {absent(part)}")

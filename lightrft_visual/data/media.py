@@ -66,10 +66,10 @@ def describe_source(source: Any) -> str:
         return f"<{type(source).__name__}>"
     text = os.fspath(source)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(text, str) else repr(text)
-    if text.startswith(("http://", "https://")):
-        return shown_url(text)
     if text.startswith("data:") or is_base64_image(text):
         return f"<base64 of {len(text)} characters>"
+    if "://" in text:
+        return shown_url(text)
     return text if len(text) <= 300 else text[:300] + "..."
 
 
@@ -242,6 +242,9 @@ def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
     if "://" in source and "::" in source:  # as datasets names a file inside a zip
         archive = source.rpartition("::")[2]
         raise DataError(f"its file is inside {archive}, and archives are not read: unpack it", "file in an archive")
+    if "://" in source:
+        told = f"{describe_source(source)}: of URLs only http(s) and file are read; copy or mount the storage"
+        raise DataError(told, "file missing")
     return _regular_file(Path(source))
 
 
@@ -317,7 +320,7 @@ def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
 def is_path(source: Any) -> bool:
     """Whether a source is written as a path, whatever is there."""
     if isinstance(source, str):
-        return not (source.startswith(("http://", "https://", "data:", "file://")) or is_base64_image(source))
+        return not ("://" in source or source.startswith("data:") or is_base64_image(source))
     return isinstance(source, os.PathLike)
 
 

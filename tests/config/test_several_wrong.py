@@ -124,6 +124,12 @@ def test_missing_files_of_a_folder_above_the_working_directory_only_what_is_give
     assert missing("--output_dir", "lost") == missing("--output_dir", "lost/run") == [told]
 
 
+@pytest.mark.parametrize("setting", ["eval_data", "pretrain", "output_dir", "ckpt_path"])
+def test_missing_files_the_url_of_a_cloud_s_storage_is_told_to_be_none_of_a_file(setting):
+    (told,) = missing(f"--{setting}", "s3://bucket/run")
+    assert told.startswith(f"--{setting}: s3://bucket/run is a URL; mount or copy that storage")
+
+
 def test_missing_files_reward_that_names_no_function_of_a_file_is_told_how_to_be_written():
     for given in ("my_reward:score", "my_reward.py", "rewards.py:a,score"):
         wrong = given.rpartition(",")[2]

@@ -166,6 +166,7 @@ def png_header(width, height):
         ({"image": torch.zeros(3, 4, 4)}, "a Tensor is no path"),
         ({"other": 1}, "no bytes, path, url or image"),
         ("a\0b.png", "file not found"),
+        ("s3://bucket/a.png?key=1", "^s3://bucket/a.png: of URLs only http.s. and file are read"),
     ],
 )
 def test_unusable_sources_are_data_errors(content, message):
