@@ -63,52 +63,68 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
     there, for a built-in name with a slip, for a file in place of an output folder, and for a reward that is lacking.
     Names that may be anything else, such as a hub's, are not looked for. config: with all its sections, or with some.
     names: of the settings that are looked at, default all."""
-    looked_at = [name for name in OUTPUTS if names is None or name in names]
-    output = getattr(config, "output", None)
-    outputs = {name: each for name in looked_at if (each := getattr(output, name, None))}  # else it is in output_dir
-    found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each)]
-    found += [f"--{name}: {shown_url(each)} is a URL; {HERE}" for name, each in outputs.items() if "://" in each]
-    for name, each in outputs.items():
-        folders = Path(each, "_").absolute().parents
-        there = next(folder for folder in folders if folder.exists())
-        lost = [folder for folder in folders if folder.is_symlink() and not folder.exists()]
-        found += [f"--{name}: {folder} is a link to {folder.readlink()}, which does not exist" for folder in lost]
-        if there.is_dir() and not os.access(there, os.W_OK):
-            found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
+    output, found = getattr(config, "output", None), list[str]()
+    for name in OUTPUTS:
+        given = getattr(output, name, None)  # else it is in output_dir
+        if given and (names is None or name in names):
+            found += _output_wrong(name, given)
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
-    models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
     sections = [getattr(config, name, None) for name in ("model", "data", "reward", "guard", "algorithm", "episodes")]
     for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
-            if not isinstance(value, str) or not (names is None or name in names):
-                continue
-            if name in FUNCTIONS[:2]:
-                for part in (part for part in value.split(",") if not FUNCTION.fullmatch(part)):
-                    scorer, _, weight = map(str.strip, part.partition("="))  # as in flow_grpo's `reward_fn`
-                    known = name == "reward_fn" and scorer in registry.scorers
-                    way = f"reward.components.{scorer}={weight or 1}" if known else "path.py:function"
-                    found.append(f"--{name}: {part!r} names no function of a file: write {way}")
-            if name in FUNCTIONS:
-                named = NAMED.findall(value)
-                found += [f"--{name}: {told}" for each in named for told in missing_function(each[0].strip(), each[1])]
-                continue
-            wanted, known = (DATA, rows) if name in ROWS else (FOLDER, models if name in MODELS[:3] else ())
-            for part in map(str.strip, value.split(",")):
-                near = None if part in known else nearest(part, known)
-                if "://" in part:
-                    found.append(f"--{name}: {shown_url(part)} is a URL; {HERE}, or a name of the hub")
-                elif near and not located(part).exists():
-                    found.append(f"--{name}: there is no {part}; did you mean {near!r}?")
-                elif (wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
-                    found.append(f"--{name}: {absent(part)}")
-                elif wanted is FOLDER and os.path.isfile(part) and not part.endswith(".json"):
-                    found.append(f"--{name}: {part} is a file; a model is a folder, or a name of the hub")
-                elif name in MODELS[:3] and os.path.isdir(part):
-                    draws = not hasattr(section, "embedded_family")
-                    told = _no_model(os.listdir(part), draws) if name == "pretrain" or not draws else None
-                    found += [f"--{name}: {part} {told}"] if told else []
+            if isinstance(value, str) and (names is None or name in names):
+                found += _functions_wrong(name, value) if name in FUNCTIONS else _paths_wrong(name, value, section)
     return list(dict.fromkeys([*found, *_missing_besides(config, names)]))
+
+
+def _output_wrong(name: str, output: str) -> Iterator[str]:
+    """Of a setting that names a folder to write to."""
+    if os.path.isfile(output):
+        yield f"--{name}: {output} is a file, no folder"
+    if "://" in output:
+        yield f"--{name}: {shown_url(output)} is a URL; {HERE}"
+    folders = Path(output, "_").absolute().parents
+    there = next(folder for folder in folders if folder.exists())
+    for folder in folders:
+        if folder.is_symlink() and not folder.exists():
+            yield f"--{name}: {folder} is a link to {folder.readlink()}, which does not exist"
+    if there.is_dir() and not os.access(there, os.W_OK):
+        yield f"--{name}: {output} cannot be written, since {there} may not be: name another folder"
+
+
+def _functions_wrong(name: str, value: str) -> Iterator[str]:
+    """Of a setting that names functions of files."""
+    if name in FUNCTIONS[:2]:
+        for part in (part for part in value.split(",") if not FUNCTION.fullmatch(part)):
+            scorer, _, weight = map(str.strip, part.partition("="))  # as in flow_grpo's `reward_fn`
+            known = name == "reward_fn" and scorer in registry.scorers
+            way = f"reward.components.{scorer}={weight or 1}" if known else "path.py:function"
+            yield f"--{name}: {part!r} names no function of a file: write {way}"
+    for file, function in NAMED.findall(value):
+        yield from (f"--{name}: {told}" for told in missing_function(file.strip(), function))
+
+
+def _paths_wrong(name: str, value: str, section: Any) -> Iterator[str]:
+    """Of a setting that names models or data."""
+    wanted, known = FOLDER, registry.checkpoint_resolvers.names() if name in MODELS[:3] else []
+    if name in ROWS:
+        wanted, known = DATA, registry.tasks.names() + registry.drawing_tasks.names()
+    for part in map(str.strip, value.split(",")):
+        near, there = None if part in known else nearest(part, known), located(part).exists()
+        if "://" in part:
+            yield f"--{name}: {shown_url(part)} is a URL; {HERE}, or a name of the hub"
+        elif near and not there:
+            yield f"--{name}: there is no {part}; did you mean {near!r}?"
+        elif (wanted.search(part) or FOLDER.search(part)) and not there:
+            yield f"--{name}: {absent(part)}"
+        elif wanted is FOLDER and os.path.isfile(part) and not part.endswith(".json"):
+            yield f"--{name}: {part} is a file; a model is a folder, or a name of the hub"
+        elif name in MODELS[:3] and os.path.isdir(part):
+            draws = not hasattr(section, "embedded_family")
+            told = _no_model(os.listdir(part), draws) if name == "pretrain" or not draws else None
+            if told:
+                yield f"--{name}: {part} {told}"
 
 
 def _no_model(names: Container[str], draws: bool) -> str | None:
