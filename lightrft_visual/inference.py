@@ -25,7 +25,7 @@ from .config.idle import OF_ENGINES, OVERLONG_SIZES
 from .config.leaves import names_of
 from .config.load import CONFIG_DIRS
 from .config.recipes import SUFFIXES, LayerReader, load_plugins
-from .config.shared import GuardConfig, RewardConfig
+from .config.shared import DistributedConfig, GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 from .given import forget, names_given
@@ -230,29 +230,13 @@ def _configured(
         bf16 = asked.get("bf16")
         bf16 = bf16.lower() not in FALSE_WORDS if isinstance(bf16, str) else bf16  # of a command line
         model = lent.enter_context(checkpoint.model(bf16))
-        own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
-        if checkpoint.resumable and "algorithm" not in checkpoint.run:
-            raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
         run = _without_idle(checkpoint.run, asked)
         if checkpoint.resumable:
-            tree = dict(run)
-            own |= {"cfg_in_training": True} if tree["algorithm"].get("cfg_in_training") is False else {}
-            own |= {"cuda_graphs": False} if checkpoint.draws else {}
-            own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
-            own["max_steps"] = tree["train"]["max_steps"]
-            from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
-
-            named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
-            own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
+            tree, own = dict(run), _resuming(checkpoint, run)
         else:
-            tree = {name: run[name] or {} for name in KEPT if name in run}
-            for section, names in MEASURED.items() if suite is None else ():
-                tree[section] = {k: v for k, v in (checkpoint.run.get(section) or {}).items() if k in names}
-            for section, names in LEFT_OUT.items():
-                tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
-            if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
-                tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
-            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(run, eval_dataset))
+            tree = _of_its_model(checkpoint.run, run, suite is None)
+            own = {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(run, eval_dataset))
+        own = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")} | own
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
@@ -280,21 +264,59 @@ def _configured(
         if rewards is None and suite is None:
             trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
         if not checkpoint.draws and not checkpoint.resumable and "offload_trainer" not in asked:
-            from deepspeed.accelerator import get_accelerator
-
-            zero = trainer.config.distributed  # nothing trains: fp32 weights of Adam would take the engine's room
-            away = zero.zero_stage > 0 and not zero.adam_offload and get_accelerator().device_name() != "cpu"
-            trainer.config.rollout.offload_trainer = away
-        data = trainer.config.data
-        if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
-            own = {"prompt_data": data.eval_data, "prompt_split": data.eval_split}
-            sizes = trainer.config.sampling if checkpoint.draws else trainer.config.rollout
-            most = max(data.max_eval_samples or data.max_samples, sizes.rollout_batch_size, ranks_started())
-            trainer.config.data = replace(data, **own, max_samples=most)  # no more of it is read
+            trainer.config.rollout.offload_trainer = _offloads(trainer.config.distributed)
+        if not runs_rows and trainer.config.data.eval_data:  # a built-in task that nobody named has gold of its own
+            trainer.config.data = _held_out_alone(trainer.config)
         if runs_gold:
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())
         yield trainer.config
+
+
+def _resuming(checkpoint: Checkpoint, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with which a checkpoint of a run is read, beside those of the run."""
+    from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
+
+    if "algorithm" not in checkpoint.run:
+        raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
+    own: dict[str, Any] = {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
+    own |= {"max_steps": run["train"]["max_steps"]}
+    own |= {"cfg_in_training": True} if run["algorithm"].get("cfg_in_training") is False else {}
+    own |= {"cuda_graphs": False} if checkpoint.draws else {}
+    named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
+    return own | ({"pretrain": named} if named in registry.checkpoint_resolvers else {})  # its folder is not its name
+
+
+def _of_its_model(run: Mapping[str, Any], used: Mapping[str, Any], measured: bool) -> dict[str, Any]:
+    """What an evaluation of an exported model takes of its run.
+
+    Args:
+        run: its configuration.
+        used: the same without what is idle.
+        measured: whether with MEASURED.
+    """
+    tree = {name: used[name] or {} for name in KEPT if name in used}
+    for section, names in MEASURED.items() if measured else ():
+        tree[section] = {k: v for k, v in (run.get(section) or {}).items() if k in names}
+    for section, names in LEFT_OUT.items():
+        tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
+    if (run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
+        tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
+    return tree
+
+
+def _offloads(zero: DistributedConfig) -> bool:
+    """Whether fp32 weights of Adam, which does not train, would take the engine's room."""
+    from deepspeed.accelerator import get_accelerator
+
+    return zero.zero_stage > 0 and not zero.adam_offload and get_accelerator().device_name() != "cpu"
+
+
+def _held_out_alone(config: Any) -> Any:
+    """The data of an evaluation, in which prompts to train on are those held out, no more of them than are read."""
+    data, sizes = config.data, config.sampling if hasattr(config, "sampling") else config.rollout
+    most = max(data.max_eval_samples or data.max_samples, sizes.rollout_batch_size, ranks_started())
+    return replace(data, prompt_data=data.eval_data, prompt_split=data.eval_split, max_samples=most)
 
 
 def _check_suite(recipe: str, checkpoint: Checkpoint, schema: type) -> None:
