@@ -24,6 +24,7 @@ from .maker import ExperienceMaker
 log = logging.getLogger(__name__)
 Scores = list[tuple[float, bool]]  # of each rollout what gold says, and whether it counts
 TOTALS = ("eval_reward", "eval_reward_greedy")
+LARGER = 8  # times as many prompts at once, where they have no media or their scoring makes the engine sleep
 KINDS = {True: "drawing", False: "answer"}  # by whether a prompt asks for an image
 
 
@@ -66,8 +67,8 @@ class Evaluation:
 
     sampling: at the training temperature, several responses a prompt; the greedy pass takes one. Seeds depend on the
     prompt's number alone, so every evaluation draws alike; they come from `seed`, by default that of the run. samples:
-    of the prompts, for media that are fetched now. prompts_at_once: of all ranks, whose media are held together; None:
-    all.
+    of the prompts, for media that are fetched now. prompts_at_once: of all ranks, whose media are held together, see
+    `_part_size`; None: all.
     """
 
     maker: ExperienceMaker
@@ -154,13 +155,14 @@ class Evaluation:
         return sampled, scores, values
 
     def _part_size(self, count: int) -> int:
-        """Prompts of this rank at once, of `count`. All of them where they have no media, and where a model scores on
-        the engine's device: the engine sleeps for it, once a pass."""
+        """Prompts of this rank at once, of `count`. LARGER times as many where they have no media, and where a model
+        scores on the engine's device: the engine sleeps for it, once a pass of each part."""
+        if self.prompts_at_once is None:
+            return max(1, count)
         media = any(self.prompts.images) or any(self.prompts.videos)
         judges = [each for each in (self.maker.rewards, self.gold) if each is not None]
-        if self.prompts_at_once is None or not media or any(each.uses_device for each in judges):
-            return max(1, count)
-        return max(1, self.prompts_at_once // collectives.world_size())
+        larger = LARGER if not media or any(each.uses_device for each in judges) else 1
+        return max(1, larger * self.prompts_at_once // collectives.world_size())
 
     def _load_again(self, rollouts: list[Rollout], batch: PromptBatch) -> None:
         """Media of the prompts of these rollouts of `batch`, which people are shown; those of episodes are there."""

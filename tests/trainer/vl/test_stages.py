@@ -392,12 +392,17 @@ def test_records_of_an_evaluation_in_parts_show_what_an_environment_has_put_behi
     assert [[each.size for each in record["images"]] for record in found.records] == [[(56, 56), (8, 8)]] * 4
 
 
-def test_an_evaluation_whose_reward_needs_the_device_is_scored_whole_so_that_the_engine_sleeps_once_a_pass(
-    seeing, tmp_path
+def test_an_evaluation_whose_reward_needs_the_device_has_larger_parts_so_that_the_engine_sleeps_seldom(
+    seeing, tmp_path, monkeypatch
 ):
     told: list[str] = []
     found, _, parts = seen(seeing, tmp_path, on_device(told, "reward"), told, prompts_at_once=2)
     assert parts == [5] and told == [*ROUND, *ROUND] and found["eval_reward"] == 1.0
+    told.clear()
+    monkeypatch.setattr("lightrft_visual.trainer.vl.evaluation.LARGER", 2)
+    again, held, parts = seen(seeing, tmp_path, on_device(told, "reward"), told, prompts_at_once=2)
+    assert (parts, max(held), told) == ([4, 1], 4, 4 * ROUND)
+    assert again == found and again.records == found.records
 
 
 def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
