@@ -474,6 +474,14 @@ def release_vision(rollouts: list[Rollout]) -> int:
     return freed
 
 
+def release_tokens(rollouts: list[Rollout]) -> None:
+    """Of scored rollouts that nothing is trained on only the number of tokens stays: an id and its log-prob take 68
+    bytes."""
+    for each in rollouts:
+        each.prompt.token_ids, each.token_ids = [], [0] * len(each.token_ids)
+        each.log_probs = each.versions = each.experts = None
+
+
 def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:
     """A padded micro-batch of B rollouts, in order.
 

@@ -9,7 +9,15 @@ from itertools import compress
 
 from ...data.validation import EvaluationRows, Fetched, measured_labels, validation_shard_indices
 from ...errors import RolloutError, told_of
-from ...experience.rollouts import Episode, PromptBatch, Rollout, SamplingSettings, release_media, release_vision
+from ...experience.rollouts import (
+    Episode,
+    PromptBatch,
+    Rollout,
+    SamplingSettings,
+    release_media,
+    release_tokens,
+    release_vision,
+)
 from ...observe.guard.divergence import PairedScores, paired_scores_of
 from ...observe.images import SHEET_IMAGES
 from ...observe.metrics import means_over_ranks
@@ -129,8 +137,9 @@ class Evaluation:
     def _in_parts(
         self, batch: PromptBatch, real: list[bool]
     ) -> tuple[list[Rollout], Scores, list[tuple[int, dict[str, float]]]]:
-        """The sampled rollouts, without media but those of episodes, what gold says of each, and what the means of both
-        passes are made of. All ranks have as many parts; the share of invalid rewards is of a pass. A collective."""
+        """The sampled rollouts, without their tokens, nor media but those of episodes; what gold says of each, and what
+        the means of both passes are made of. All ranks have as many parts; the share of invalid rewards is of a pass. A
+        collective."""
         sampled: list[Rollout] = []
         scores: Scores = []
         values: list[tuple[int, dict[str, float]]] = []
@@ -149,7 +158,9 @@ class Evaluation:
             values += [(each.sample_id, self._named("eval_reward_greedy", each)) for each in greedy if each.valid]
             episodes = {each.sample_id for each in own if each.episode is not None}
             freed = release_vision(own) + release_media(own, episodes)  # observations cannot be loaded again
-            sampled, scores = sampled + own, scores + golds
+            release_tokens(own)
+            sampled += own
+            scores += golds
             del part, greedy
             give_back_freed_memory(freed)
         return sampled, scores, values

@@ -351,8 +351,17 @@ def test_an_evaluation_in_parts_holds_the_patches_of_one_part_and_says_what_one_
     whole, held, parts = seen(seeing, tmp_path, rewards, [], gold=gold)
     assert {*sizes} == {3}  # samples a remote request, as of the reward
     assert (held, parts) == ([5, 5], [5])  # both passes read what is preprocessed once
-    cut, held, parts = seen(seeing, tmp_path, rewards, [], gold=gold, prompts_at_once=2)
+    sampled, tokens = [], []
+
+    def noted(made):
+        sampled.extend(made if made.sampling.n > 1 else [])
+        tokens.extend(list(each.token_ids) for each in made if made.sampling.n > 1)
+        return made
+
+    cut, held, parts = seen(seeing, tmp_path, rewards, [], noted, gold=gold, prompts_at_once=2)
     assert parts == [2, 2, 1] and max(held) == 2
+    assert len(sampled) == 10 and not any(sum(each.token_ids) or each.log_probs for each in sampled)
+    assert [record["response_length"] for record in cut.records] == [len(tokens[r["sample_id"]]) for r in cut.records]
     assert cut == whole and cut.paired_scores == whole.paired_scores and cut.keys() >= {"eval_reward", "eval_gold"}
     assert len(cut.records) == 4 and cut.records == whole.records
     shades = [record["images"][0].getpixel((0, 0))[0] for record in cut.records]
