@@ -95,7 +95,7 @@ class GivenRows:
         self._name = name
         table = hasattr(data, "with_format") and hasattr(data, "features") and data.format["type"] != "custom"
         self._rows = data.with_format("arrow") if table else data
-        self._table = table
+        self.stored = table
         self._json = json_in(self._rows.features.arrow_schema) if table else None
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class GivenRows:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         with refused_as(DataError, self.name(index)):  # it may be code of the program
-            if self._table:  # images stay in their stored form
+            if self.stored:  # images stay in their stored form
                 return with_json(self._rows[index : index + 1].to_pylist()[0], self._json)
             with _asking:  # such as that of an open file, which has one position
                 return _with_lists(self._rows[index])

@@ -181,6 +181,10 @@ class PromptDataset:
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 
+    def is_stored(self, index: int) -> bool:
+        """Whether each reading makes the row anew, and alike."""
+        return self._sources[self._rows[index][0]].stored
+
     def _fingerprint(self) -> str:
         """The number of rows, and a hash of FINGERPRINTED of them, evenly over the data; their media are left out."""
         digest = hashlib.sha256()

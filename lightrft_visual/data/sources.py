@@ -37,6 +37,8 @@ _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, Typ
 class JsonlSource:
     """One JSON object a line, found by byte offset, so that rows with inline images stay on disk. Blank lines skip."""
 
+    stored = True
+
     def __init__(self, path: Path) -> None:
         self.path, self._place = path, path.absolute()  # whatever the working directory is then
         self.folder = self._place.parent
@@ -96,6 +98,8 @@ def _parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
 
 class NumberedRows:
     """A file whose rows are counted from 0."""
+
+    stored = False
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.parent.absolute()
@@ -195,6 +199,8 @@ class ParquetSource(NumberedRows):
     Images stay in their stored form, {"bytes", "path"}. A damaged page makes the rows of its group bad, not the file.
     The file is open only while a group is read, so that any number of files can be one data set.
     """
+
+    stored = True
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -313,7 +319,7 @@ def _load_folder(path: Path, split: str) -> Any:
 
 
 # Rows of one data set, by number. Reading a broken one raises DataError; `folder`: where relative media paths start;
-# `name`: a row for messages, as "file:line" or "file:row n".
+# `name`: a row for messages, as "file:line" or "file:row n"; `stored`: each reading makes the row anew, and alike.
 RowSource = JsonlSource | JsonSource | ParquetSource | GivenRows
 READERS: dict[str, Callable[[Path], RowSource]] = {
     ".jsonl": JsonlSource,

@@ -4,13 +4,16 @@ be had; their labels."""
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from ..errors import DataError
 from ..runtime import collectives
 from .bad_rows import BadRow
+from .media import is_path, is_remote
 from .prompts import PromptDataset, PromptRow, is_remote_row
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,19 @@ class EvaluationRows:
     def __init__(self, dataset: PromptDataset) -> None:
         self.dataset = dataset
         self.remote = {index for index, row in enumerate(dataset) if is_remote_row(row)}
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        """The rows, to be kept: media that lie inside a stored one are functions that read them there."""
+        for index, row in enumerate(self.dataset):
+            kinds = ("images", "videos") if self.dataset.is_stored(index) else ()
+            yield replace(row, **{kind: self._kept(index, kind, getattr(row, kind)) for kind in kinds})
+
+    def _kept(self, index: int, kind: str, media: list[Any]) -> list[Any]:
+        named = [is_path(each) or is_remote(each) for each in media]
+        return [each if named[n] else partial(self._medium, index, kind, n) for n, each in enumerate(media)]
+
+    def _medium(self, index: int, kind: str, number: int) -> Any:
+        return getattr(self.dataset[index], kind)[number]
 
     def fetch(self, indices: list[int], step: int) -> Fetched:
         """This rank's rows for one evaluation. A collective. step: for the list of bad rows.

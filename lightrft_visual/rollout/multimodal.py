@@ -223,7 +223,7 @@ class MultimodalDataProcessor:
         return token_ids, vision
 
     def _load(self, cells: list[Any], wanted: Sequence[int] | None, kind: str) -> list[list[Any]]:
-        """Decoded media of each prompt; a source that several prompts name is decoded once."""
+        """Decoded media of each prompt; a source that several prompts name is decoded once, a function gives one."""
         if wanted is not None and len(wanted) != len(cells):
             raise DataError(f"{kind}s_num has {len(wanted)} entries for {len(cells)} prompts")
         load = load_image if kind == "image" else load_video
@@ -231,7 +231,7 @@ class MultimodalDataProcessor:
         batch = []
         for index, cell in enumerate(cells):
             try:
-                sources = as_source_list(cell, kind)
+                sources = [each() if callable(each) else each for each in as_source_list(cell, kind)]
                 if wanted is not None and wanted[index] != len(sources):
                     raise DataError(f"{len(sources)} {kind}(s) given, {kind}s_num says {wanted[index]}")
                 for source in sources:

@@ -1,7 +1,12 @@
 """Evaluation rows with remote media: one that is gone is masked and counted, by the policy for bad rows."""
 
+import base64
+import io
 import json
+from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -10,6 +15,9 @@ from lightrft_visual.data import prompts as prompts_module
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.validation import EvaluationRows
 from lightrft_visual.errors import DataError
+from lightrft_visual.experience.rollouts import PromptBatch
+from lightrft_visual.given import forget, give
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 IMAGES = ("here.png", "https://host/there.png", "https://host/gone.png", "here.png")
 
@@ -72,3 +80,35 @@ def test_rows_that_several_evaluations_miss_are_held_against_the_share_one_evalu
     gone |= {IMAGES[1], IMAGES[2]}
     with pytest.raises(DataError, match=r"2 of 4 rows left out \(50.0%\): 2 x not fetched; .*max_bad_share"):
         evaluation.fetch([0, 1, 2, 3], step=9)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_of_images_inside_a_file_an_evaluation_keeps_how_they_are_read_and_of_others_their_paths(tmp_path, kind):
+    Image.new("RGB", (56, 56), "red").save(tmp_path / "here.png")
+    inside = io.BytesIO()
+    Image.new("RGB", (28, 28), "blue").save(inside, "png")
+    bytes_of, path = inside.getvalue(), tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        images = [[{"bytes": None, "path": "here.png"}, {"bytes": bytes_of, "path": None}], []]
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["same?", "why?"], "images": images}), path)
+    else:
+        images = [["here.png", base64.b64encode(bytes_of).decode()], []]
+        lines = [{"prompt": prompt, "images": own} for prompt, own in zip(("same?", "why?"), images)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dataset = PromptDataset.for_evaluation(DataConfig(eval_data=str(path)))
+    kept = [row.images for row in EvaluationRows(dataset)]
+    assert callable(kept[0][1]) and kept[0][1]() == dataset[0].images[1] and kept[1] == []
+    assert kind == "parquet" or kept[0][0] == dataset[0].images[0]
+    batch = PromptBatch.of(["same?", "why?"], images=kept)
+    processor = MultimodalDataProcessor(SimpleNamespace(get_vocab=lambda: ["a"]), None, 64)
+    loaded, _ = processor.media(batch)
+    assert [[image.getpixel((0, 0)) for image in own] for own in loaded] == [[(255, 0, 0), (0, 0, 255)], []]
+
+
+def test_images_that_a_program_holds_are_kept_as_they_are():
+    """Its rows may be drawn anew at each reading."""
+    image = Image.new("RGB", (28, 28))
+    name = give("rows", [{"prompt": "what?", "images": [image]}])
+    rows = EvaluationRows(PromptDataset.for_evaluation(DataConfig(eval_data=name)))
+    assert [row.images for row in rows] == [[image]] and next(iter(rows)).images[0] is image
+    forget([name.removeprefix("python:")])

@@ -495,11 +495,11 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, run) -> Experi
 def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
     if eval_set is None:
         return None
-    prompts = prompt_batch(list(eval_set), checkpoint, config.data, torch.arange(len(eval_set)))
-    sampling = replace(_sampling(config), n=config.output.eval_samples_per_prompt, first_token_temperature=None)
+    output, samples = config.output, EvaluationRows(eval_set)
+    prompts = prompt_batch(list(samples), checkpoint, config.data, torch.arange(len(eval_set)))
+    sampling = replace(_sampling(config), n=output.eval_samples_per_prompt, first_token_temperature=None)
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
-    output, seed, kept = config.output, config.train.seed, config.output.records_kept
-    samples, own_seed = EvaluationRows(eval_set), output.eval_seed
+    seed, own_seed, kept = config.train.seed, output.eval_seed, output.records_kept
     at_once = max(config.rollout.rollout_batch_size, EVALUATED_AT_ONCE)
     return Evaluation(maker, prompts, sampling, greedy, kept, seed, samples, own_seed, gold, at_once)
 
