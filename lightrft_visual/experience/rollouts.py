@@ -129,7 +129,8 @@ class Completion:
 class PromptBatch:
     """Rendered prompts with their media and what the reward needs; every list has length P.
 
-    prompts: strings after the chat template, one placeholder per image. images, videos: a list of sources a prompt.
+    prompts: strings after the chat template, one placeholder per image. images, videos: of each prompt a list of sources,
+    or of functions that give one.
     captions: what a prompt that asks for an image wants drawn, without the template around it; None says nothing.
     messages: what the prompts were rendered of, where it is known; empty or P.
     ids (P) long: a number that no other prompt of the run has, the same for any rank count; seeds and groups use it.
