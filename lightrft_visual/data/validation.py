@@ -74,11 +74,10 @@ class EvaluationRows:
             yield replace(row, **{kind: self._kept(index, kind, getattr(row, kind)) for kind in kinds})
 
     def _kept(self, index: int, kind: str, media: list[Any]) -> list[Any]:
-        named = [is_path(each) or is_remote(each) for each in media]
-        return [each if named[n] else partial(self._medium, index, kind, n) for n, each in enumerate(media)]
+        def inside(number: int) -> Any:
+            return getattr(self.dataset[index], kind)[number]
 
-    def _medium(self, index: int, kind: str, number: int) -> Any:
-        return getattr(self.dataset[index], kind)[number]
+        return [each if is_path(each) or is_remote(each) else partial(inside, n) for n, each in enumerate(media)]
 
     def fetch(self, indices: list[int], step: int) -> Fetched:
         """This rank's rows for one evaluation. A collective. step: for the list of bad rows.

@@ -129,8 +129,8 @@ class Completion:
 class PromptBatch:
     """Rendered prompts with their media and what the reward needs; every list has length P.
 
-    prompts: strings after the chat template, one placeholder per image. images, videos: of each prompt a list of sources,
-    or of functions that give one.
+    prompts: strings after the chat template, one placeholder per image. images, videos: a list of sources a prompt, or
+    of functions that give one.
     captions: what a prompt that asks for an image wants drawn, without the template around it; None says nothing.
     messages: what the prompts were rendered of, where it is known; empty or P.
     ids (P) long: a number that no other prompt of the run has, the same for any rank count; seeds and groups use it.
@@ -473,14 +473,6 @@ def release_vision(rollouts: list[Rollout]) -> int:
         freed += sum(vision.nbytes() for vision in episode.vision)
         episode.vision = []
     return freed
-
-
-def release_tokens(rollouts: list[Rollout]) -> None:
-    """Of scored rollouts that nothing is trained on only the number of tokens stays: an id and its log-prob take 68
-    bytes."""
-    for each in rollouts:
-        each.prompt.token_ids, each.token_ids = [], [0] * len(each.token_ids)
-        each.log_probs = each.versions = each.experts = None
 
 
 def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:

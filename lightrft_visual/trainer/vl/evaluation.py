@@ -9,15 +9,7 @@ from itertools import compress
 
 from ...data.validation import EvaluationRows, Fetched, measured_labels, validation_shard_indices
 from ...errors import RolloutError, told_of
-from ...experience.rollouts import (
-    Episode,
-    PromptBatch,
-    Rollout,
-    SamplingSettings,
-    release_media,
-    release_tokens,
-    release_vision,
-)
+from ...experience.rollouts import Episode, PromptBatch, Rollout, SamplingSettings, release_media, release_vision
 from ...observe.guard.divergence import PairedScores, paired_scores_of
 from ...observe.images import SHEET_IMAGES
 from ...observe.metrics import means_over_ranks
@@ -216,6 +208,14 @@ class Evaluation:
         scores = gold_scores(gold, rollouts, size, golden) if gold is not None else []
         kept = [is_real for is_real in real for _ in range(settings.n)]
         return list(compress(rollouts, kept)), list(compress(scores, kept))
+
+
+def release_tokens(rollouts: list[Rollout]) -> None:
+    """Of scored rollouts that nothing is trained on only the number of tokens stays: an id and its log-prob take 68
+    bytes."""
+    for each in rollouts:
+        each.prompt.token_ids, each.token_ids = [], [0] * len(each.token_ids)
+        each.log_probs = each.versions = each.experts = None
 
 
 def first_drawings(rollouts: list[Rollout]) -> list[Rollout]:
