@@ -57,7 +57,7 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_H
 OF_LIBRARIES = "VLLM_", "TRITON_", "GOMP_", "CUBLAS_", "FLASH_ATTENTION_"  # what names begin with that a run sets
 PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
 BARS = ("transformers.utils.logging", "diffusers.utils.logging")  # whose progress bars a run switches off
-TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
+TALKING = ("httpx", "httpx2", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
 
 
 def quiet_libraries() -> None:

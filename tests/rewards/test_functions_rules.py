@@ -58,6 +58,13 @@ def test_exact_takes_a_whole_number_that_a_gap_in_its_column_made_a_float():
     assert Exact()(["3", "3.0", "2.5", "2"], [3.0, 3.0, 2.5, [1.0, 2.0]]) == [1, 1, 1, 1]
 
 
+def test_references_may_be_tagged_as_r1_vs_and_vlm_r1s_data_are():
+    said = ["<think>x</think><answer>yellow</answer>", "yellow", "red"]
+    assert Exact()(said, ["<answer> yellow </answer>"] * 3) == [1, 1, 0]
+    assert Choice()(["B", "A"], ["<think>A or B?</think> <answer> B </answer>"] * 2) == [1, 0]
+    assert Numeric()(["3"], [["<answer> 3 </answer>", "<answer>4</answer>"]]) == [1]
+
+
 def test_exact_of_tagged_answers_only_or_as_is():
     responses = ["<answer> 3 </answer>", "3", "<answer>3", "<think> 3 </think> <answer>2</answer>"]
     assert Exact(tagged=True)([*responses, "3"], [*["3"] * 4, None]) == [1, 0, 0, 0, None]

@@ -151,8 +151,15 @@ def test_the_question_says_the_schema_and_a_file_holds_a_template(tmp_path, fold
     text = message["content"][-1]["text"]
     assert text.startswith("a {cat}, 0 to 5") and text.endswith('{"good": <number from 0 to 4>}')
     (tmp_path / "ask.yaml").write_text("questions: x\n")
-    with pytest.raises(ConfigError, match="may hold question"):
+    with pytest.raises(ConfigError, match="holds questions; it may question, "):
         Judge(folder, str(tmp_path / "ask.yaml"))
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_judge_of_texts_alone_is_refused_by_name(tmp_path, engine):
+    build_tiny_checkpoint(str(tmp_path / "text"), "qwen2")
+    with pytest.raises(ConfigError, match=f"judge: {tmp_path}/text is a model of texts alone"):
+        Judge(str(tmp_path / "text"), "{prompt}?", engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,7 @@ def test_vllm_replies_as_transformers_does_and_what_is_compiled_beside_it_is_com
     batch = batch_from_media([f"a cat {index}" for index in range(40)], images)
     found, compiled = [], []
     for engine in ("hf", "vllm"):
-        judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=2, engine=engine, max_length=1024)
+        judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=2, engine=engine)  # of 2,048 positions
         found.append([text for text, *_ in judge._replies([judge.asked(batch, i) for i in range(40)], "cpu")])
         judge.close()
     assert found[0] == found[1]

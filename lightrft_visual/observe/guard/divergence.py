@@ -258,7 +258,8 @@ def diversity(thumbs: T, groups: T, kinds: T | None = None) -> float:
     """
     kinds = torch.zeros_like(groups) if kinds is None else kinds
     found = []
-    for group in groups.unique():
+    present, counts = groups.unique(return_counts=True)
+    for group in present[counts > 1]:
         own = groups == group
         pairs = (kinds[own][:, None] == kinds[own]).triu(diagonal=1)
         found.append(distances(thumbs[own], thumbs[own])[pairs])

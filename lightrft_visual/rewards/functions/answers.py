@@ -60,11 +60,12 @@ def normalise(text: str) -> str:
 
 
 def references_in(reference: Any) -> list[str]:
-    """The reference, or each of a list or array of references, as text, 3.0 as `3` too; nothing for None."""
+    """The reference, or each of a list or array of references, as text, 3.0 as `3` too, and what <answer> tags hold in
+    their place; nothing for None."""
     reference = reference.tolist() if getattr(reference, "ndim", 0) else reference
     options = reference if isinstance(reference, (list, tuple)) else [reference]
     both = (str(each) for option in options if option is not None for each in (option, without_fraction(option)))
-    return [*dict.fromkeys(both)]
+    return [*dict.fromkeys(text if (inside := tagged_answer(text)) is None else inside for text in both)]
 
 
 def _equal(answer: str | None, reference: Any, read: Callable[[str], str | None]) -> float | None:

@@ -160,8 +160,9 @@ def template_of(template: str | None) -> dict[str, Any]:
         return {"question": template, "pattern": SCORE_PATTERN}
     with refused_as(ConfigError, f"judge: the template {template} cannot be read"):
         found = yaml.safe_load(Path(template).read_bytes())
-    if not isinstance(found, Mapping) or set(found) - set(TEMPLATE):
-        raise ConfigError(f"judge: the template {template} may hold {', '.join(TEMPLATE)}")
+    others = sorted(map(str, set(found) - set(TEMPLATE))) if isinstance(found, Mapping) else ["no names with values"]
+    if others:
+        raise ConfigError(f"judge: the template {template} holds {', '.join(others)}; it may {', '.join(TEMPLATE)}")
     return dict(found)
 
 

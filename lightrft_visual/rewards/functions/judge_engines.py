@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from ...errors import ConfigError
 from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, load_checkpoint
@@ -20,7 +21,7 @@ class TransformersReplies:
 
     def __init__(self, model: str, bf16: bool, max_tokens: int, batch_size: int, offload: bool) -> None:
         self.max_tokens, self.batch_size, self.offload = max_tokens, batch_size, offload
-        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
+        self._processor = _processor_of(model)
         self.marks = marks_of(self._processor.tokenizer)
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._model = load_checkpoint(partial(load_whole, AutoModelForImageTextToText), model, "judge", dtype=dtype)
@@ -61,7 +62,9 @@ class VLLMReplies:
         from ...rollout.vllm.arguments import VLLMSettings, host_cache
         from ...rollout.vllm.engine import VLLMEngine
 
+        _processor_of(model)
         config = load_checkpoint(AutoConfig.from_pretrained, model, "judge")
+        max_length = min(max_length, getattr(config.get_text_config(), "max_position_embeddings", max_length))
         room = host_cache(config.get_text_config(), 2 if bf16 else 4, batch_size, max_length)
         settings = VLLMSettings(
             model, max_length, "bfloat16" if bf16 else "float32", memory_utilization=mem_util, enable_sleep=sleep,
@@ -90,6 +93,13 @@ class VLLMReplies:
     def close(self) -> None:
         """Give its memory back."""
         self._engine.close()
+
+
+def _processor_of(model: str) -> Any:
+    processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
+    if not hasattr(processor, "tokenizer"):  # it is one
+        raise ConfigError(f"judge: {model} is a model of texts alone: name a vision-language model")
+    return processor
 
 
 def marks_of(tokenizer: Any) -> list[str]:
