@@ -354,6 +354,8 @@ class CsvSink(Sink):
             return file.read() == b"\n"
 
     def cut_back(self, step: int) -> None:
+        if self._last_step is not None and self._last_step <= step and self._as_written():
+            return
         if self.path.exists():
             self._rewrite_with_used_columns([each for each in csv_records(self.path) if int(each["step"]) <= step])
 
@@ -398,6 +400,8 @@ class JsonlSink(Sink):
         self._last_step = step
 
     def cut_back(self, step: float = math.inf) -> None:
+        if self._last_step is not None and self._last_step <= step:
+            return
         records = cut_jsonl(self.path, step)
         self._last_step = parse_step(records[-1]["step"]) if records else None
 

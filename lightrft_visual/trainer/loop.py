@@ -358,7 +358,7 @@ class PolicyTrainer(ABC):
         self.console.evaluation(self.step, self.latest_eval)
         self.hooks.on_evaluation(evaluated)
         if self.step < self.settings.total_steps:  # at the last step `fit` writes it, as the run ends
-            self.report.write()
+            self.report.write_news(self.step)
         self.timer.collect()
 
     # -- shared by the subclasses --------------------------------------------------------------------------------

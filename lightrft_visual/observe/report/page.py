@@ -315,10 +315,12 @@ def write_report(
 REPORT = "report.html"
 EVERY = 50  # steps between two reports at first
 GROWTH = 1.1  # a long run's report takes longer to write, so each comes at a step at least this much later
+SHORT = 1000  # steps of a run in which each evaluation and alarm is on the page at once
 
 
 class ReportWriter:
-    """Rewrites report.html of a run's folder: at evaluations, every `EVERY` steps and ever more rarely, at the end.
+    """Rewrites report.html of a run's folder: at evaluations, alarms and every `EVERY` steps, all ever more rarely, and at
+    the end.
 
     A report that cannot be written is logged with its traceback and never ends the run. active: whether this process
     writes at all; rank 0 of a run whose configuration asks for a report.
@@ -327,11 +329,18 @@ class ReportWriter:
     def __init__(self, folder: str | Path, active: bool):
         self.folder, self.active = Path(folder), active
         self.next_step = EVERY  # from which on a report is due, beside those of evaluations
+        self._last_news = 0
 
     def write_due(self, step: int) -> None:
         """The report that is due at `next_step`; the next one comes enough steps later."""
         self.next_step = max(step + EVERY, int(step * GROWTH))
         self.write()
+
+    def write_news(self, step: int) -> None:
+        """The report after an evaluation or an alarm; late in a long run others are on the next page."""
+        if step < SHORT or step >= self._last_news * GROWTH:
+            self._last_news = step
+            self.write()
 
     def write(self) -> Path | None:
         """Write the report of what the folder holds now; None where it is off or failed."""

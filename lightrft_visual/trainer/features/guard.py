@@ -93,8 +93,8 @@ class GuardHook(StepHook):
         for alarm in alarms:
             self.context.recorder.log_line(ALARMS, alarm.step, asdict(alarm))
             self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
-        self.context.report.write()
         step, signal = self.context.step(), ", ".join(alarm.signal for alarm in alarms)
+        self.context.report.write_news(step)
         if self.config.policy == "stop" or (self.config.policy == "rollback" and best is None):
             raise StopRun(f"stopped by the guard at step {step} ({signal})")
         if self.config.policy == "rollback":

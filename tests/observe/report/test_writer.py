@@ -34,6 +34,15 @@ def test_reports_become_rarer_as_a_run_grows(tmp_path, monkeypatch):
     assert len(written) < 25
 
 
+def test_each_evaluation_of_a_short_run_is_on_the_page_and_fewer_of_a_long_one(tmp_path, monkeypatch):
+    written = []
+    report = ReportWriter(tmp_path, active=True)
+    monkeypatch.setattr(module, "write_report", lambda *arguments: written.append(step))
+    for step in (0, 50, 50, 999, 1000, 1099, 1100, 1100, 1209, 1210):
+        report.write_news(step)
+    assert written == [0, 50, 50, 999, 1099, 1209]
+
+
 def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     def fail(*arguments):
         raise ZeroDivisionError
