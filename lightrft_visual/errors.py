@@ -112,7 +112,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     # A swap of two letters is one slip, capitals are none.
     near = [(OSA.distance(name.lower(), each.lower(), score_cutoff=limit), each) for each in known]
     allowed = [(count, each) for count, each in near if count <= limit and not opposite(name, each)]
-    return min(allowed)[1] if allowed else None
+    begun = [each for _, each in near if each.lower().startswith(f"{name.lower()}_")]  # dppo_kl for dppo, not ppo
+    return min(begun or (each for _, each in sorted(allowed)[:1])) if allowed else None
 
 
 def opposite(a: str, b: str) -> bool:

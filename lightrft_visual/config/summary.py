@@ -26,15 +26,17 @@ def what_runs(config: Any) -> str:
     ranks = f"{world} rank{'s' if world > 1 else ''}, ZeRO-{config.distributed.zero_stage}"
     precision = "bf16" if config.model.bf16 else "fp32"
     plan = f"{form} in {precision} on {ranks}"
-    plan += f"; rewards: {rewards(config.reward)}" if config.reward is not None else ""
+    episodes = getattr(config, "episodes", None)
+    own = "those of the environment" if episodes is not None and episodes.used else "those of the task"
+    plan += f"; rewards: {rewards(config.reward) or own}" if config.reward is not None else ""
     return f"{kind} of {config.model.pretrain} on {config.data.prompt_data}: {plan}; output {config.output.output_dir}"
 
 
 def rewards(reward: RewardConfig) -> str:
-    """What scores the samples, as it is named."""
+    """What scores the samples, as it is named; empty where nothing is."""
     named = reward.reward_fn, reward.reward_pretrain, reward.remote_rm_url, reward.reward_recipe
     found = [str(each) for each in named if each] + list(reward.components)
-    return ", ".join(" ".join(mask_text(each).split())[:60] for each in found) or "those of the task"
+    return ", ".join(" ".join(mask_text(each).split())[:60] for each in found)
 
 
 def changed(config: Any) -> Iterator[str]:

@@ -513,6 +513,7 @@ def test_a_slip_of_the_keyboard_names_the_setting_that_was_meant(root: Any) -> N
 
 
 def test_a_guess_never_turns_a_setting_around() -> None:
+    assert nearest("dppo", ["ppo", "dppo_tv", "dppo_kl"]) == "dppo_kl" and nearest("top", ["top_k"]) is None
     assert nearest("max_tokens", ["min_tokens"]) is nearest("clip_low", ["clip_high"]) is None
 
 

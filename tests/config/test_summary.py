@@ -19,6 +19,12 @@ def test_many_settings_take_no_more_lines_than_there_is_room():
     assert max(map(len, lines)) < WIDTH + 60
 
 
+def test_the_rewards_of_a_run_that_names_none_are_the_task_s_or_the_environment_s():
+    for given, told in (([], "those of the task"), (["--environment", "mine.py:Env"], "those of the environment")):
+        (first, *_) = in_lines(load_config(RunConfig, given))
+        assert f"; rewards: {told}; output " in first
+
+
 def test_a_run_that_draws_is_said_by_its_algorithm():
     lines = in_lines(DiffusionRunConfig())
     assert lines[0].startswith("flow_grpo of embedded on embedded: ") and len(lines) == 1

@@ -319,7 +319,7 @@ SHORT = 1000  # steps of a run in which each evaluation and alarm is on the page
 
 
 class ReportWriter:
-    """Rewrites report.html of a run's folder: at evaluations, alarms and every `EVERY` steps, all ever more rarely, and at
+    """Rewrites report.html of a run's folder: at evaluations, alarms and every `EVERY` steps, ever more rarely, and at
     the end.
 
     A report that cannot be written is logged with its traceback and never ends the run. active: whether this process
