@@ -112,8 +112,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     # A swap of two letters is one slip, capitals are none.
     near = [(OSA.distance(name.lower(), each.lower(), score_cutoff=limit), each) for each in known]
     allowed = [(count, each) for count, each in near if count <= limit and not opposite(name, each)]
-    begun = [each for _, each in near if each.lower().startswith(f"{name.lower()}_")]  # dppo_kl for dppo, not ppo
-    return min(begun or (each for _, each in sorted(allowed)[:1])) if allowed else None
+    if not allowed:
+        return None
+    slips, nearest_one = min(allowed)
+    begun = [each for _, each in near if slips and each.lower().startswith(f"{name.lower()}_")]
+    return min(begun, default=nearest_one)  # of dppo it is dppo_kl, not ppo
 
 
 def opposite(a: str, b: str) -> bool:
