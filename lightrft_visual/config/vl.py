@@ -393,6 +393,11 @@ class RunConfig(Section):
             "dynamic_sampling and share_prefix need n_samples_per_prompt of at least 2",
         )
         require(
+            not (rollout.dynamic_sampling and algorithm.advantage_estimator == "distillation"),
+            "dynamic_sampling leaves out groups of equal rewards, which a teacher teaches as well: it does not fit "
+            "advantage_estimator distillation",
+        )
+        require(
             estimator.critic or (train.freezing_actor_steps <= 0 and self.model.critic_pretrain is None),
             "freezing_actor_steps and critic_pretrain belong to a critic: they need advantage_estimator gae",
         )

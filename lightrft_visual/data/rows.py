@@ -216,7 +216,6 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
     """The row's metadata. A column that was chosen as prompt, label or reference is in it, since reward functions ask
     for it by that name; the default names they get anyway. So is one with what is to be answered."""
     roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, *read}
-    roles.add(config.draw_key)
     named = {config.input_key, config.label_key, config.reference_key}
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
     named.add(getattr(config, "response_key", RESPONSE))

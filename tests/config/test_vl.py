@@ -80,6 +80,10 @@ def load(text: str) -> RunConfig:
         ("--noisy_rollout_share 0.05 --n_samples_per_prompt 8", "noisy_rollout_share"),
         ("--placement split async.max_staleness=1 --noisy_rollout_share 0.5", "ahead, and noisy_rollout_share cannot"),
         ("--advantage_estimator distillation", "distillation learns from a teacher alone"),
+        (
+            "--teacher_pretrain m --teacher_coef 1 --advantage_estimator distillation --dynamic_sampling true",
+            "which a teacher teaches as well",
+        ),
         ("--compile true --use_liger_kernel true", "compile and use_liger_kernel .* leave one out"),
     ],
 )

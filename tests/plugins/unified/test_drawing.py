@@ -195,7 +195,7 @@ def test_rows_ask_for_an_image_and_bring_their_caption(rig):
     assert batch.prompts[0] == turn("a red circle") + BEGIN and batch.captions == ["a red circle", None]
     data = MultimodalDataProcessor(rig.checkpoint.tokenizer, rig.checkpoint.processor, 64)
     assert [prompt.caption for prompt in data.features(batch)] == ["a red circle", None]
-    assert rows[1].metadata == {"extra": 1}
+    assert rows[1].metadata == {"draw": False, "extra": 1}  # for rewards that ask for it
     whole = PromptRow("a red circle" + BEGIN, draw=True)
     told = DataConfig(apply_chat_template=False)
     assert prompt_batch([whole], rig.checkpoint, told, torch.arange(1)).prompts == ["a red circle" + BEGIN]
