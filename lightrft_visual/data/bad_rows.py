@@ -77,6 +77,7 @@ class BadRows:
         self.rows: dict[str, BadRow] = {}
         self.inspected = 0
         self._path: Path | None = None
+        self._listed: set[str] = set()
 
     @property
     def causes(self) -> Counter[str]:
@@ -126,17 +127,19 @@ class BadRows:
         """Take up an earlier process's, which were said and listed when they were found."""
         self.rows |= {row.source: row for row in met}
 
-    def write_to(self, path: Path) -> None:
-        """List the rows found so far in `path`, and from now on each further one at once."""
-        self._path = path
+    def write_to(self, path: Path, listed: set[str]) -> None:
+        """List the rows found so far in `path`, and from now on each further one at once; listed: sources that it has
+        already, of all who write there."""
+        self._path, self._listed = path, listed
         self._write(list(self.rows.values()))
 
     def _write(self, rows: list[BadRow]) -> None:
-        if not rows or not collectives.is_rank_0():
+        new = [row for row in rows if row.source not in self._listed]
+        if not new or not collectives.is_rank_0():
             return
-        known = {row.get("source") for row in read_jsonl(self._path)}
+        self._listed.update(row.source for row in new)
         with open(self._path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(row)) + "\n" for row in rows if row.source not in known)
+            file.writelines(json.dumps(asdict(row)) + "\n" for row in new)
 
 
 def warn_once(told: str, *arguments: Any) -> None:
@@ -151,8 +154,9 @@ def list_bad_rows(output_dir: str | Path, resumed: bool, *found: BadRows) -> Non
     path = Path(output_dir) / FILE_NAME
     if not resumed and collectives.is_rank_0():
         path.unlink(missing_ok=True)
+    listed = {row.get("source") for row in read_jsonl(path)} if collectives.is_rank_0() else set()
     for rows in found:
-        rows.write_to(path)
+        rows.write_to(path, listed)
 
 
 MAX_DEPTH = 32  # lists and mappings inside each other

@@ -6,7 +6,7 @@ plan and takes its own part: no rank waits for a micro-batch that another one do
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -69,8 +69,7 @@ def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: in
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
     if have_keys(samples):
         samples = sorted(samples, key=attrgetter("key"))
-    belongs = [sample.group if sample.together is None else sample.together for sample in samples]
-    generator, groups = torch.Generator().manual_seed(seed), _grouped(samples, belongs)
+    generator, groups = torch.Generator().manual_seed(seed), _grouped(samples, _belongs(samples))
     order = [each for index in torch.randperm(len(groups), generator=generator).tolist() for each in groups[index]]
     size = step_size or len(order)
     return [order[start : start + size] for start in range(0, len(order), size)]
@@ -79,9 +78,10 @@ def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: in
 def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) -> list[tuple[SampleRef, int]]:
     """(sample, new rank) of the few samples to move, so that all ranks hold nearly equal shares of one step.
 
-    Each move takes from the fullest rank to the emptiest the sample that comes nearest to halving their gap, until the
-    gap is at most BALANCED of a share or no sample narrows it. Samples that share a prompt move together; they are
-    parted only where the ranks still lie further apart than the prompt's second computation costs.
+    Each move takes from the fullest rank to the emptiest the samples that come nearest to halving their gap, until the
+    gap is at most BALANCED of a share or none narrow it. First move all samples of a rank that belong together, which
+    mostly share patches, then what remains, one by one. Samples that share a prompt's computation move together also
+    then; they are parted only where the ranks still lie further apart than the prompt's second computation costs.
 
     Args:
         step: samples of one optimizer step, of all ranks.
@@ -90,28 +90,43 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
     """
     grouped = any(sample.group is not None for sample in step)
     cost = computed_tokens if by_tokens or grouped else len
-    own = [sorted(_grouped(each), key=cost) for each in _by_rank(step, ranks)]
-    sizes = [[cost(group) for group in each] for each in own]
+    own = _by_rank(step, ranks)
+    own = _even([_grouped(each, _belongs(each)) for each in own], cost, parted=False)
+    own = _even([_grouped(each) for each in own], cost, parted=grouped)
+    return [(sample, rank) for rank, each in enumerate(own) for sample in each if sample.rank != rank]
+
+
+def _even(groups: list[list[list[SampleRef]]], cost: Callable[..., int], parted: bool) -> list[list[SampleRef]]:
+    """Samples of each rank after moves (see `moves_between_ranks`); none moves twice.
+
+    Args:
+        groups: of each rank, of samples that move together.
+        cost: of samples.
+        parted: whether a group may be parted.
+    """
+    groups = [sorted(each, key=cost) for each in groups]
+    sizes = [[cost(group) for group in each] for each in groups]
     loads = [sum(each) for each in sizes]
-    moves = []
-    while max(loads) - min(loads) > BALANCED * sum(loads) / ranks:
+    arrived: list[list[SampleRef]] = [[] for _ in groups]
+    while max(loads) - min(loads) > BALANCED * sum(loads) / len(loads):
         full, empty = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[full] - loads[empty]
         position = _nearest(sizes[full], gap / 2)
         if position is None:
             break
-        group, size = own[full].pop(position), sizes[full].pop(position)
-        staying = group[: _staying(group, gap)] if grouped and size >= gap else []
+        group, size = groups[full][position], sizes[full][position]
+        staying = group[: _staying(group, gap)] if parted and size >= gap else []
         if size >= gap and not staying:
             break
+        del groups[full][position], sizes[full][position]
         if staying:  # the smallest: any smaller group would have come nearer than the one that is parted
-            own[full].insert(0, staying)
+            groups[full].insert(0, staying)
             sizes[full].insert(0, cost(staying))
         moved = group[len(staying) :]
-        moves += [(sample, empty) for sample in moved]
+        arrived[empty] += moved
         loads[full] -= size - cost(staying)
         loads[empty] += cost(moved)
-    return moves
+    return [[*chain(*each), *more] for each, more in zip(groups, arrived)]
 
 
 def _staying(group: list[SampleRef], gap: float) -> int:
@@ -214,6 +229,11 @@ def computed_tokens(batch: Sequence[SampleRef]) -> int:
     """That are computed: a shared prompt once."""
     shared = {sample.group: sample.prompt for sample in batch if sample.group is not None}
     return sum(each.tokens - (each.prompt if each.group is not None else 0) for each in batch) + sum(shared.values())
+
+
+def _belongs(samples: Sequence[SampleRef]) -> list[int | None]:
+    """The group of samples that each belongs to."""
+    return [sample.group if sample.together is None else sample.together for sample in samples]
 
 
 def _grouped(samples: Sequence[SampleRef], groups: Sequence[int | None] | None = None) -> list[list[SampleRef]]:

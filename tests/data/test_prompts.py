@@ -20,7 +20,8 @@ import lightrft_visual.data.prompts as prompts_module
 import lightrft_visual.data.rendering as rendering
 import lightrft_visual.data.video as video_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
-from lightrft_visual.data.bad_rows import TOLD, BadRow, cause_of, list_bad_rows
+from lightrft_visual.data import bad_rows
+from lightrft_visual.data.bad_rows import TOLD, BadRow, BadRows, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
 from lightrft_visual.data.rendering import check_template_kwargs, messages_of, render_answer, render_prompt
@@ -543,6 +544,17 @@ def test_bad_rows_are_listed_once_also_by_a_resumed_run(folder, tmp_path):
             ("other:1", "image damaged", "step 3"),
         ]
         assert lines[0]["message"].startswith(f"{path}:3: ")
+
+
+def test_the_list_of_bad_rows_is_read_once_whatever_is_found_in_the_run(tmp_path, monkeypatch):
+    reads = []
+    monkeypatch.setattr(bad_rows, "read_jsonl", lambda path: reads.append(path) or [])
+    sets = BadRows("training", 1.0), BadRows("held out", 1.0)
+    list_bad_rows(tmp_path, True, *sets)
+    for number in range(3):
+        for each in sets:
+            each.add(BadRow(f"a:{number}", "image damaged", "damaged", "step 3"))
+    assert len(reads) == 1 and len((tmp_path / bad_rows.FILE_NAME).read_text().splitlines()) == 3
 
 
 def test_a_truncated_image_inside_a_parquet_file_is_named_by_file_and_row(folder):

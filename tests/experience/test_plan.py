@@ -141,6 +141,17 @@ def test_few_samples_move():
     assert len(moves_between_ranks(step, 8, by_tokens=True)) < 100
 
 
+def test_samples_of_a_prompt_change_ranks_together_where_that_evens_the_ranks():
+    draw, step = random.Random(0), []
+    for key in range(512):  # 8 of a prompt, on 4 ranks of which one has half of the samples
+        rank = max(0, key // 8 % 6 - 2)
+        step.append(SampleRef(rank, key, 2000 + draw.randint(0, 1500), key, together=key // 8))
+    moves = moves_between_ranks(step, 4, by_tokens=True)
+    sent = {(sample.together, rank) for sample, rank in moves}
+    loads = [computed_tokens(own) for own in by_rank(balanced(step, 4), 4)]
+    assert len(moves) > 6 * len(sent) and max(loads) < 1.01 * sum(loads) / 4
+
+
 def test_empty_micro_batches_get_a_filler_and_a_sample_longer_than_the_budget_is_named():
     samples = references([[1, 1, 1], [1]])
     fillers = own_micro_batches(micro_batches(samples, 2, 1), 1, samples)

@@ -92,6 +92,16 @@ def test_cutting_back_equals_never_having_gone_on(tmp_path_factory, data):
         assert resumed.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("kind", [CsvSink, JsonlSink])
+def test_a_cut_behind_the_last_step_does_not_write_the_file_anew(tmp_path, kind):
+    kind(tmp_path / "m").append(3, {"a": 1.0})
+    sink, before = kind(tmp_path / "m"), (tmp_path / "m").stat()
+    sink.cut_back(3)
+    assert (tmp_path / "m").stat() == before
+    sink.cut_back(2)
+    assert (tmp_path / "m").stat() != before
+
+
 def test_columns_of_a_file_that_a_spreadsheet_has_saved_are_read(tmp_path):
     (tmp_path / "m.csv").write_text("\ufeffstep,a\n1,0.5\n")
     assert read_columns(tmp_path / "m.csv") == {"a": [(1, 0.5)]}
