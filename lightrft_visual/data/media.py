@@ -417,10 +417,6 @@ def to_uint8(media: torch.Tensor) -> torch.Tensor:
     return media.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _channels_first(image: Any) -> bool:
-    return image.ndim == 3 and image.shape[-1] != 3 and image.shape[0] in (1, 3)
-
-
 def to_pil(image: Any) -> Image.Image:
     """A PIL image; one that is PIL already is returned as it is, in its own mode.
 
@@ -442,12 +438,11 @@ def to_pil(image: Any) -> Image.Image:
         tensor = torch.as_tensor(image)
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise DataError(f"not an image: type {image.dtype}; expected uint8, or floats in 0..1")
-        levels = to_uint8(tensor)
-        if _channels_first(levels):
-            levels = levels.permute(1, 2, 0).contiguous()  # NumPy takes four times as long
-        array = levels.numpy()
-    elif _channels_first(array):
-        array = np.moveaxis(array, 0, -1)
+        array = to_uint8(tensor).numpy()
+    if array.ndim == 3 and array.shape[-1] != 3 and array.shape[0] == 3:
+        return Image.merge("RGB", [Image.fromarray(channel) for channel in array])
+    if array.ndim == 3 and array.shape[-1] != 3 and array.shape[0] == 1:
+        array = array[0]
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if array.ndim != 2 and (array.ndim != 3 or array.shape[-1] not in (3, 4)):

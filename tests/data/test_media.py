@@ -28,6 +28,7 @@ from lightrft_visual.data.media import (
 )
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import DataError
+from lightrft_visual.rewards.imaging import is_finite
 
 
 def encode(image, format="PNG", **options) -> bytes:
@@ -259,3 +260,24 @@ def test_frames_of_videos_and_a_few_of_many_evenly_spaced():
     decoded = load_video({"video": [Image.new("RGB", (8, 8), (level, 0, 0)) for level in range(5)]})
     assert is_video(decoded)  # of two parts, frames and metadata
     assert [frame.getpixel((0, 0))[0] for frame in video_frames(decoded, 3)] == [0, 2, 4]
+
+
+def test_to_pil_of_channels_first_is_that_of_channels_last_and_leaves_what_it_was_given():
+    floats = torch.randn(3, 5, 7)
+    floats[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    given = floats.clone()
+    levels = floats.nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
+    turned = levels.numpy()[:, ::-1]
+    turned.flags.writeable = False
+    assert np.array_equal(np.asarray(to_pil(floats)), levels.permute(1, 2, 0))
+    assert torch.allclose(floats, given, rtol=0, atol=0, equal_nan=True)
+    assert np.array_equal(np.asarray(to_pil(turned)), np.moveaxis(turned, 0, -1))
+    assert np.array_equal(np.asarray(to_pil(levels[:1])), levels[0]) and to_pil(levels[:1]).mode == "L"
+    expanded = floats[:1].expand(3, 5, 7)
+    assert np.array_equal(np.asarray(to_pil(expanded)), levels[:1].expand(3, 5, 7).permute(1, 2, 0))
+
+
+def test_media_are_finite_unless_a_value_is_not_whatever_their_sum():
+    largest = torch.full((3, 4, 4), torch.finfo(torch.float32).max)
+    assert is_finite(largest) and is_finite(torch.zeros(3, 0, 4)) and is_finite(torch.ones(2, 2, dtype=torch.uint8))
+    assert not is_finite(torch.tensor([torch.inf, -torch.inf])) and not is_finite(torch.tensor([1.0, torch.nan]))
