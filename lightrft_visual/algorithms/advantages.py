@@ -290,15 +290,15 @@ class AdvantageCalculator:
             experience: the micro-batch, with action_mask (B, A).
             final_reward: (B, A) from `compute_reward`, or (B) rewards, which then stand at the last action without a KL
                 term.
-            gamma: discount of an action; None: 1.
-            generate_kwargs: lambd (default: the config's), for estimators with a critic; never changed.
+            gamma: discount of an action; None: that of generate_kwargs, or 1.
+            generate_kwargs: gamma, and lambd (default: the config's) for estimators with a critic; never changed.
 
         Returns:
             Both, and info: `return` (B), the sum of the token rewards.
         """
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
-        gamma = 1.0 if gamma is None else gamma
+        gamma = generate_kwargs.get("gamma", 1.0) if gamma is None else gamma
         advantages, returns = self._over_time(experience, rewards, gamma, generate_kwargs)
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}

@@ -151,6 +151,12 @@ class TestOverTime:
         kept = turns.action_mask
         assert torch.equal(plain.advantages[kept], turns.advantages[kept]) and not turns.advantages[~kept].any()
 
+    def test_gamma_is_that_of_the_generation_s_arguments_where_none_is_given(self):
+        batch, rewards = experience([0], width=3, values=torch.zeros(1, 3)), torch.tensor([[0.0, 0.0, 1.0]])
+        compute = calculator_of("reinforce").compute
+        for gamma, keywords, first in ((None, {"gamma": 0.5}, 0.25), (None, {}, 1.0), (1.0, {"gamma": 0.5}, 1.0)):
+            assert compute(batch, rewards, gamma, keywords)[0][0, 0] == first
+
     def test_gae_with_lambda_one_is_the_return_minus_the_value(self):
         make = torch.Generator().manual_seed(0)
         values, rewards = torch.randn(3, 6, generator=make), torch.randn(3, 6, generator=make)

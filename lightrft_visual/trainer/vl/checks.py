@@ -42,10 +42,11 @@ def _check_experts(algorithm: AlgorithmConfig, sequence: int, checkpoint: Checkp
 
 
 def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
-    heads, sequence = checkpoint.config.get_text_config().num_attention_heads, config.distributed.sp_size
+    text, sequence = checkpoint.config.get_text_config(), config.distributed.sp_size
+    heads = getattr(text, "num_attention_heads", None)
     for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
-        if heads % size:
-            raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
+        if size > 1 and (heads is None or heads % size):
+            raise ConfigError(f"{name} {size} does not divide the model's {heads or 'missing'} attention heads")
     state = "its linear attention carries a state along a row" if checkpoint.family.carries_state else None
     refused = checkpoint.family.sharing_refused(config.model.attn_implementation) or state
     if sequence > 1 and refused:

@@ -17,6 +17,7 @@ from transformers import (
     GPT2Config,
     JanusConfig,
     Kimi_K25Config,
+    MambaConfig,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3VLMoeConfig,
@@ -38,6 +39,12 @@ def check(config, flags: str) -> None:
     family = family_of(config)
     checkpoint = SimpleNamespace(family=family, config=config, processor=object() if family.draws else None)
     check_abilities(load_config(RunConfig, flags.split(), preset=None), checkpoint)
+
+
+def test_a_model_without_attention_heads_is_refused_only_where_they_would_be_divided():
+    check(MambaConfig(), "--engine_type hf")
+    with pytest.raises(ConfigError, match="sp_size 2 does not divide the model's missing attention heads"):
+        check(MambaConfig(), "--engine_type hf --sp_size 2")
 
 
 @pytest.mark.parametrize(
