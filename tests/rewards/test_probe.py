@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from reward_servers import FaultyServer, closed_port
+from reward_servers import FaultyServer, Handler, closed_port
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, DataError, RewardError
@@ -118,6 +118,17 @@ def test_judge_is_asked_once(monkeypatch):
     monkeypatch.setattr(VLMJudge, "submit", lambda self, batch, call: asked.append(len(batch)) or found)
     ask(reward_recipe=json.dumps({"*": [["rule", "vlm_judge", 1.0, {"url": "http://judge/v1", "model": "m"}]]}))
     assert asked == [1]
+
+
+def ask_judge(server):
+    ask(reward_recipe=json.dumps({"*": [["rule", "vlm_judge", 1.0, {"url": f"{server.base}/v1", "model": "m"}]]}))
+
+
+def test_judge_without_a_score_in_its_text_is_refused_with_pattern_and_reply(server, monkeypatch):
+    reply = {"choices": [{"message": {"content": "Rating: 7"}}]}
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: handler.reply(200, reply))
+    with pytest.raises(ConfigError, match="pattern looks by `Score: <number>`(.|\n)*answered: HTTP 200 .*Rating: 7"):
+        ask_judge(server)
 
 
 def test_a_column_that_the_sample_lacks_and_the_data_has_is_none(functions):
