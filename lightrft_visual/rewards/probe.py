@@ -174,7 +174,7 @@ class _Probe:
                     self._ask_function(job, index)
             self._wait([future for *_, futures in begun for future in futures], started)
             for job, index, futures in begun:
-                self._collect(job, index, futures)
+                self._collect(job, index, futures, started)
             if engine.aggregator is not None and not self.problems:
                 self._ask_aggregator(engine)
         finally:
@@ -281,21 +281,30 @@ class _Probe:
                 self.config.reward_timeout,
             )
 
-    def _collect(self, job: Job, index: int, futures: list[Future]) -> None:
-        if isinstance(job.source, RemoteReward):
-            self._judge(job.source, [future.result() for future in futures])
+    def _collect(self, job: Job, index: int, futures: list[Future], started: float) -> None:
+        source = job.source
+        if isinstance(source, RemoteReward):
+            self._judge(source, [future.result() for future in futures])
             return
-        try:
-            problem = self._take(job, futures[0].result())
-        except RewardError as error:
-            problem = str(error)
+        while (problem := self._taken(job, futures[0])) is not None and _may_start(source, started):
+            time.sleep(FIRST_WAIT)
+            futures = self._begin(job, index)
         if problem is None:
             return
         problem += f"\n    asked with {shown_sample(self._batch(index))}"
-        if isinstance(job.source, VLMJudge):
-            token = token_from_env(job.source.client.config.reward_token_env)
-            problem += f"\n    answered: {_shown_reply(job.source.replied, token, SHOWN_ASKED)}"
+        if isinstance(source, VLMJudge):
+            token = token_from_env(source.client.config.reward_token_env)
+            problem += f"\n    answered: {_shown_reply(source.replied, token, SHOWN_ASKED)}"
+            if source.replied is not None and source.replied[0] in BUSY:
+                log.warning("%s", problem)
+                return
         self.problems.append(problem)
+
+    def _taken(self, job: Job, future: Future) -> str | None:
+        try:
+            return self._take(job, future.result())
+        except RewardError as error:
+            return str(error)
 
     def _judge(self, source: RemoteReward, replicas: list[list[Answer]]) -> None:
         """One replica must give a score; what the others say is a warning."""
@@ -353,6 +362,11 @@ def _told_of(wire: str, answer: Answer, answers: list[Answer], token: str | None
     if wire == AUTO and len(answers) > 1:
         hint = f"\n    by {OPENRLHF} as well: {answers[1].problem}" if answers[1].problem != answer.problem else ""
     return f"{answer.problem}\n    asked ({answer.wire}): {asked}\n    answered: {said}{hint}"
+
+
+def _may_start(source: Any, started: float) -> bool:
+    """Whether it is a judge that gave no reply at all and may still come up."""
+    return isinstance(source, VLMJudge) and source.replied is None and time.monotonic() < started + STARTING
 
 
 def _shown_reply(replied: tuple[int, bytes | None] | None, token: str | None, length: int = SHOWN_ANSWER) -> str:

@@ -131,6 +131,27 @@ def test_judge_without_a_score_in_its_text_is_refused_with_pattern_and_reply(ser
         ask_judge(server)
 
 
+def test_judge_that_is_busy_is_a_warning(server, monkeypatch, caplog):
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: handler.reply(429, {"error": "later"}))
+    ask_judge(server)
+    assert "answered: HTTP 429" in caplog.text
+
+
+def test_judge_that_comes_up_late_is_asked_again(server, monkeypatch):
+    submit, ports = VLMJudge.submit, [closed_port()]
+
+    def soon(self, batch, call):
+        port = ports.pop() if ports else server.base.rpartition(":")[2]
+        self.replicas = [f"http://127.0.0.1:{port}/v1/chat/completions"]
+        return submit(self, batch, call)
+
+    reply = {"choices": [{"message": {"content": "Score: 7"}}]}
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: handler.reply(200, reply))
+    monkeypatch.setattr(VLMJudge, "submit", soon)
+    ask_judge(server)
+    assert not ports
+
+
 def test_a_column_that_the_sample_lacks_and_the_data_has_is_none(functions):
     config = RewardConfig(reward_fn=f"{functions}:needs")
     assert probed(config, DATA, batch_of, {"difficulty"}) == config
