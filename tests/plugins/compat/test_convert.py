@@ -475,7 +475,8 @@ torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=d data.
          "env.env_name": "--environment FILE.py:CLASS", "env.max_steps": "--max_turns N"}),
     "files of VLM-R1 and its vision tower": ("trl", "run.sh", "python grpo_jsonl.py --data_file_paths a.jsonl:b.jsonl "
      "--image_folders img:img --freeze_vision_modules true --beta 0\n", "model.freeze_prefix=\"'true'\"", {
-         "data_file_paths": "--prompt_data PATH,PATH", "image_folders": "--image_root FOLDER", "rollout_batch_size": ""}),
+         "data_file_paths": "--prompt_data PATH,PATH", "image_folders": "--image_root FOLDER",
+         "rollout_batch_size": ""}),
     "a reference of OpenRLHF on the host, and IcePop": ("openrlhf", "run.sh",
      "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator rloo --ref.offload --algo.kl.init_coef 0.1 "
      "--algo.advantage.is_correction_type icepop --generate_max_len 8\n", "rollout.offload_reference=true",
