@@ -31,11 +31,12 @@ from ..runtime.usercode.loading import on_trial
 from ..runtime.usercode.surroundings import is_users
 from .batch import Call, Job, PendingSource, RewardBatch, Scores, pick_output
 from .engine import RewardComputationEngine, model_device
+from .functions.vlm_judge import VLMJudge
 from .imaging import to_pil
 from .local.callables import scores_parameter
 from .recipe import RecipeEntry
 from .registry import Catalogue, find_scorer
-from .remote.client import FIRST_WAIT, Exchange, RemoteReward, RequestFailed, shown_body, token_from_env
+from .remote.client import FIRST_WAIT, SHOWN_ANSWER, Exchange, RemoteReward, RequestFailed, shown_body, token_from_env
 from .remote.wire import AUTO, LIGHTRFT, NOT_SCORED, OPENRLHF, decode_reply
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class _Probe:
                     self._ask_function(job, index)
             self._wait([future for *_, futures in begun for future in futures], started)
             for job, index, futures in begun:
-                self._collect(job, index, futures)
+                self._collect(job, index, futures, started)
             if engine.aggregator is not None and not self.problems:
                 self._ask_aggregator(engine)
         finally:
@@ -280,16 +281,30 @@ class _Probe:
                 self.config.reward_timeout,
             )
 
-    def _collect(self, job: Job, index: int, futures: list[Future]) -> None:
-        if isinstance(job.source, RemoteReward):
-            self._judge(job.source, [future.result() for future in futures])
+    def _collect(self, job: Job, index: int, futures: list[Future], started: float) -> None:
+        source = job.source
+        if isinstance(source, RemoteReward):
+            self._judge(source, [future.result() for future in futures])
             return
+        while (problem := self._taken(job, futures[0])) is not None and _may_start(source, started):
+            time.sleep(FIRST_WAIT)
+            futures = self._begin(job, index)
+        if problem is None:
+            return
+        problem += f"\n    asked with {shown_sample(self._batch(index))}"
+        if isinstance(source, VLMJudge):
+            token = token_from_env(source.client.config.reward_token_env)
+            problem += f"\n    answered: {_shown_reply(source.replied, token, SHOWN_ASKED)}"
+            if source.replied is not None and source.replied[0] in BUSY:
+                log.warning("%s", problem)
+                return
+        self.problems.append(problem)
+
+    def _taken(self, job: Job, future: Future) -> str | None:
         try:
-            problem = self._take(job, futures[0].result())
+            return self._take(job, future.result())
         except RewardError as error:
-            problem = str(error)
-        if problem is not None:
-            self.problems.append(f"{problem}\n    asked with {shown_sample(self._batch(index))}")
+            return str(error)
 
     def _judge(self, source: RemoteReward, replicas: list[list[Answer]]) -> None:
         """One replica must give a score; what the others say is a warning."""
@@ -341,14 +356,21 @@ def _chosen(wire: str, answers: list[Answer]) -> Answer:
 
 def _told_of(wire: str, answer: Answer, answers: list[Answer], token: str | None) -> str:
     """A problem, with request and reply, shortened, and with the wire that would do where there is one."""
-    asked, said = shown_body(answer.asked, token, SHOWN_ASKED), "nothing"
-    if answer.replied is not None:
-        said = f"HTTP {answer.replied[0]} {shown_body(answer.replied[1], token)}"
+    asked, said = shown_body(answer.asked, token, SHOWN_ASKED), _shown_reply(answer.replied, token)
     other = next((each for each in answers if each.problem is None), None)
     hint = "" if other is None else f"\n    by --reward_wire {other.wire} it gives a score"
     if wire == AUTO and len(answers) > 1:
         hint = f"\n    by {OPENRLHF} as well: {answers[1].problem}" if answers[1].problem != answer.problem else ""
     return f"{answer.problem}\n    asked ({answer.wire}): {asked}\n    answered: {said}{hint}"
+
+
+def _may_start(source: Any, started: float) -> bool:
+    """Whether it is a judge that gave no reply at all and may still come up."""
+    return isinstance(source, VLMJudge) and source.replied is None and time.monotonic() < started + STARTING
+
+
+def _shown_reply(replied: tuple[int, bytes | None] | None, token: str | None, length: int = SHOWN_ANSWER) -> str:
+    return "nothing" if replied is None else f"HTTP {replied[0]} {shown_body(replied[1], token, length)}"
 
 
 def shown_sample(batch: RewardBatch) -> str:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from reward_servers import FaultyServer, closed_port
+from reward_servers import FaultyServer, Handler, closed_port
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, DataError, RewardError
@@ -118,6 +118,38 @@ def test_judge_is_asked_once(monkeypatch):
     monkeypatch.setattr(VLMJudge, "submit", lambda self, batch, call: asked.append(len(batch)) or found)
     ask(reward_recipe=json.dumps({"*": [["rule", "vlm_judge", 1.0, {"url": "http://judge/v1", "model": "m"}]]}))
     assert asked == [1]
+
+
+def ask_judge(server):
+    ask(reward_recipe=json.dumps({"*": [["rule", "vlm_judge", 1.0, {"url": f"{server.base}/v1", "model": "m"}]]}))
+
+
+def test_judge_without_a_score_in_its_text_is_refused_with_pattern_and_reply(server, monkeypatch):
+    reply = {"choices": [{"message": {"content": "Rating: 7"}}]}
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: handler.reply(200, reply))
+    with pytest.raises(ConfigError, match="pattern looks by `Score: <number>`(.|\n)*answered: HTTP 200 .*Rating: 7"):
+        ask_judge(server)
+
+
+def test_judge_that_is_busy_is_a_warning(server, monkeypatch, caplog):
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: handler.reply(429, {"error": "later"}))
+    ask_judge(server)
+    assert "answered: HTTP 429" in caplog.text
+
+
+def test_judge_that_comes_up_late_is_asked_again(server, monkeypatch):
+    submit, ports = VLMJudge.submit, [closed_port()]
+
+    def soon(self, batch, call):
+        port = ports.pop() if ports else server.base.rpartition(":")[2]
+        self.replicas = [f"http://127.0.0.1:{port}/v1/chat/completions"]
+        return submit(self, batch, call)
+
+    reply = {"choices": [{"message": {"content": "Score: 7"}}]}
+    monkeypatch.setattr(Handler, "answer", lambda handler, *_: handler.reply(200, reply))
+    monkeypatch.setattr(VLMJudge, "submit", soon)
+    ask_judge(server)
+    assert not ports
 
 
 def test_a_column_that_the_sample_lacks_and_the_data_has_is_none(functions):

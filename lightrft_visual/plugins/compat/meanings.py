@@ -131,6 +131,8 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
         del found[estimator]
     if _is(found, "algorithm.norm_adv_by_std_in_grpo", "true", "false"):
         del found["algorithm.norm_adv_by_std_in_grpo"]
+    if found.keys() & {"env.rollout.n", "rollout_manager.n_trajectory"}:  # of verl-agent and VAGEN, beside an n of 1
+        found.pop("actor_rollout_ref.rollout.n", None)
     _loss_of_verl(found, left_out)
     budget = f"{ACTOR}ppo_max_token_len_per_gpu"
     if _is(found, f"{ACTOR}use_dynamic_bsz", "true") and found.get(budget) is not None:

@@ -36,6 +36,7 @@ MARKS = re.compile(
 )
 SCORE_PATTERN = r"(?i)score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?(?:\s+is|\s+of)?[^\w.-]{0,8}(-?(?:\d+(?:\.\d+)?|\.\d+))"
 
+SHOWN_PATTERN = 100  # characters
 CUT = "the judge's reply was cut at max_tokens"
 
 
@@ -96,7 +97,8 @@ class Judging:
             text = "\n".join(line for line in text.split("\n")[:-1] if re.fullmatch(alone, line))
         found = list(re.finditer(self.pattern, text))
         if not found:
-            raise BadReply(CUT if cut else "the judge's text has no score")
+            told = "`Score: <number>`" if self.pattern == SCORE_PATTERN else ascii(self.pattern[:SHOWN_PATTERN])
+            raise BadReply(CUT if cut else f"the judge's text has no score, for which pattern looks by {told}")
         try:
             value = float(found[-1][1] or "")
         except ValueError:
@@ -116,6 +118,7 @@ class VLMJudge(PendingSource):
     """
 
     name = "vlm_judge"
+    replied: tuple[int, bytes | None] | None = None  # to the last request that failed
 
     def __init__(
         self,
@@ -147,10 +150,11 @@ class VLMJudge(PendingSource):
         return Scores.of(await asyncio.gather(*(self._one(batch, i, call, phase) for i in range(len(batch)))))
 
     async def _one(self, batch: RewardBatch, index: int, call: Call, phase: Phase) -> float | Failed:
-        write = partial(self._body, batch, index, call)
+        exchange = Exchange(self.replicas, partial(self._body, batch, index, call), self._decode, index, phase)
         try:
-            return await self.client.exchange(Exchange(self.replicas, write, self._decode, index, phase))
+            return await self.client.exchange(exchange)
         except RequestFailed as failure:
+            self.replied = exchange.replied
             return Failed(str(failure))
 
     def _body(self, batch: RewardBatch, index: int, call: Call) -> bytes:

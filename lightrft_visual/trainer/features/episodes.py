@@ -98,8 +98,8 @@ def add_episode_metrics(metrics: MetricsAccumulator, episodes: Sequence[Episode]
 
 
 def _in_one_line(failure: str) -> str:
-    """What happened, and the innermost line of the user's own files."""
-    first, *lines = failure.split("\n")
+    """What happened, and the innermost line of the user's own files, without what it was raised from."""
+    first, *lines = failure.partition("\n  after it ")[0].split("\n")
     return ", ".join([first, *[line.strip() for line in lines if line.startswith("  File ")][-1:]])
 
 

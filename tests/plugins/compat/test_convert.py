@@ -466,6 +466,17 @@ torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=d data.
         ("a tenth", "optim.warmup_style=cosine optim.min_lr_ratio=0.1 use_remove_padding=True", {}),
         ("a half", "optim.lr_decay_style=cosine optim.min_lr_ratio=0.5 use_remove_padding=True engine.strategy=fsdp2",
          {"engine.strategy": "--zero_stage", "lr_scheduler": "ends at 0.5 of the"}))},
+    "episodes of VAGEN": ("verl", "run.sh", "python3 -m vagen.trainer.main_ppo algorithm.adv_estimator=grpo "
+     "rollout_manager.n_trajectory=4 actor_rollout_ref.rollout.n=1 rollout_manager.max_turns=3 "
+     "data.max_trajectory_length=99\n", "rollout.n_samples_per_prompt=4", {
+         "rollout_manager.max_turns": "--max_turns N", "data.max_trajectory_length": "--max_episode_tokens N"}),
+    "episodes of verl-agent": ("verl", "run.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+     "env.rollout.n=4 env.env_name=Sokoban env.max_steps=15\n", "rollout.n_samples_per_prompt=4", {
+         "env.env_name": "--environment FILE.py:CLASS", "env.max_steps": "--max_turns N"}),
+    "files of VLM-R1 and its vision tower": ("trl", "run.sh", "python grpo_jsonl.py --data_file_paths a.jsonl:b.jsonl "
+     "--image_folders img:img --freeze_vision_modules true --beta 0\n", "model.freeze_prefix=\"'true'\"", {
+         "data_file_paths": "--prompt_data PATH,PATH", "image_folders": "--image_root FOLDER",
+         "rollout_batch_size": ""}),
     "a reference of OpenRLHF on the host, and IcePop": ("openrlhf", "run.sh",
      "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator rloo --ref.offload --algo.kl.init_coef 0.1 "
      "--algo.advantage.is_correction_type icepop --generate_max_len 8\n", "rollout.offload_reference=true",

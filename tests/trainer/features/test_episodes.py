@@ -118,6 +118,7 @@ def test_the_gate_names_the_turn_and_the_token_that_differ():
 def test_a_step_whose_environments_mostly_fail_ends_the_run_with_the_reasons(caplog):
     hook = EpisodesHook(None, most_failures=0.5)
     lines = '\n  File "a.py", line 3, in reset\n    go()\n  File "a.py", line 9, in go\n    raise OSError("no server")'
+    lines += '\n  after it raised OSError: no\n  File "urllib3/connection.py", line 7, in connect\n    c()'
     broken = rollout(episode=Episode([], [-1], failure=f"reset raised OSError: no server{lines}", failed=True))
     assert len(hook.on_rollouts(Rollouts([rollout(), broken]))) == 2
     assert caplog.messages == [
