@@ -275,10 +275,10 @@ def _configured(
 
 def _resuming(checkpoint: Checkpoint, run: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with which a checkpoint of a run is read, beside those of the run."""
-    from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
-
     if "algorithm" not in checkpoint.run:
         raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
+    from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
+
     own: dict[str, Any] = {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
     own |= {"max_steps": run["train"]["max_steps"]}
     own |= {"cfg_in_training": True} if run["algorithm"].get("cfg_in_training") is False else {}

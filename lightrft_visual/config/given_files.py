@@ -43,7 +43,7 @@ def located(path: str | Path) -> Path:
         return given
     roots = [Path(os.environ[name]).expanduser() for name in ROOT_VARIABLES if os.environ.get(name)]
     roots += SHIPPED if given.parts[0] == "datasets" else ()
-    return next((root / given for root in roots if (root / given).exists()), given)
+    return next((root / given for root in roots if os.path.exists(root / given)), given)
 
 
 def whole(path: str) -> str:
@@ -111,7 +111,7 @@ def _paths_wrong(name: str, value: str, section: Any) -> Iterator[str]:
     if name in ROWS:
         wanted, known = DATA, registry.tasks.names() + registry.drawing_tasks.names()
     for part in map(str.strip, value.split(",")):
-        near, there = None if part in known else nearest(part, known), located(part).exists()
+        near, there = None if part in known else nearest(part, known), os.path.exists(located(part))
         if "://" in part:
             yield f"--{name}: {shown_url(part)} is a URL; {HERE}, or a name of the hub"
         elif near and not there:

@@ -226,7 +226,7 @@ class PromptDataset:
         ask for an image into questions."""
         config, spec = self.config, self.config.prompt_data
         if config.draw_key != DataConfig.draw_key and not self.has_drawings:
-            hint = did_you_mean(config.draw_key, self.columns)
+            hint = did_you_mean(config.draw_key, self.columns - {config.draw_key})
             raise ConfigError(f"draw_key: no row of {spec} is true in {config.draw_key!r}{hint}")
 
     def load(self, index: int) -> PromptRow:

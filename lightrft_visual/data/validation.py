@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ..errors import DataError
@@ -65,6 +65,7 @@ class EvaluationRows:
 
     def __init__(self, dataset: PromptDataset) -> None:
         self.dataset = dataset
+        self._read = lru_cache(1)(dataset.__getitem__)  # a row's media are read one after the other
         self.remote = {index for index, row in enumerate(dataset) if is_remote_row(row)}
 
     def __iter__(self) -> Iterator[PromptRow]:
@@ -75,7 +76,7 @@ class EvaluationRows:
 
     def _kept(self, index: int, kind: str, media: list[Any]) -> list[Any]:
         def inside(number: int) -> Any:
-            return getattr(self.dataset[index], kind)[number]
+            return getattr(self._read(index), kind)[number]
 
         return [each if is_path(each) or is_remote(each) else partial(inside, n) for n, each in enumerate(media)]
 

@@ -173,8 +173,9 @@ class _Probe:
                 if not isinstance(job.source, PendingSource):
                     self._ask_function(job, index)
             self._wait([future for *_, futures in begun for future in futures], started)
+            looked = time.monotonic()
             for job, index, futures in begun:
-                self._collect(job, index, futures, started)
+                self._collect(job, index, futures, looked)
             if engine.aggregator is not None and not self.problems:
                 self._ask_aggregator(engine)
         finally:
@@ -281,12 +282,12 @@ class _Probe:
                 self.config.reward_timeout,
             )
 
-    def _collect(self, job: Job, index: int, futures: list[Future], started: float) -> None:
+    def _collect(self, job: Job, index: int, futures: list[Future], since: float) -> None:
         source = job.source
         if isinstance(source, RemoteReward):
             self._judge(source, [future.result() for future in futures])
             return
-        while (problem := self._taken(job, futures[0])) is not None and _may_start(source, started):
+        while (problem := self._taken(job, futures[0])) is not None and _may_start(source, since):
             time.sleep(FIRST_WAIT)
             futures = self._begin(job, index)
         if problem is None:
@@ -364,9 +365,9 @@ def _told_of(wire: str, answer: Answer, answers: list[Answer], token: str | None
     return f"{answer.problem}\n    asked ({answer.wire}): {asked}\n    answered: {said}{hint}"
 
 
-def _may_start(source: Any, started: float) -> bool:
+def _may_start(source: Any, since: float) -> bool:
     """Whether it is a judge that gave no reply at all and may still come up."""
-    return isinstance(source, VLMJudge) and source.replied is None and time.monotonic() < started + STARTING
+    return isinstance(source, VLMJudge) and source.replied is None and time.monotonic() < since + STARTING
 
 
 def _shown_reply(replied: tuple[int, bytes | None] | None, token: str | None, length: int = SHOWN_ANSWER) -> str:

@@ -105,6 +105,18 @@ def test_of_images_inside_a_file_an_evaluation_keeps_how_they_are_read_and_of_ot
     assert [[image.getpixel((0, 0)) for image in own] for own in loaded] == [[(255, 0, 0), (0, 0, 255)], []]
 
 
+def test_a_row_whose_images_lie_inside_the_file_is_read_once_for_all_of_them(tmp_path, monkeypatch):
+    inside, path, read = io.BytesIO(), tmp_path / "rows.jsonl", []
+    Image.new("RGB", (28, 28)).save(inside, "png")
+    images = [base64.b64encode(inside.getvalue()).decode()] * 3
+    path.write_text(json.dumps({"prompt": "same?", "images": images}) + "\n")
+    own = PromptDataset.__getitem__
+    monkeypatch.setattr(PromptDataset, "__getitem__", lambda self, index: read.append(index) or own(self, index))
+    (row,) = EvaluationRows(PromptDataset.for_evaluation(DataConfig(eval_data=str(path))))
+    read.clear()
+    assert [image() for image in row.images] == images and read == [0]
+
+
 def test_images_that_a_program_holds_are_kept_as_they_are():
     """Its rows may be drawn anew at each reading."""
     image = Image.new("RGB", (28, 28))

@@ -216,6 +216,8 @@ def test_the_column_of_drawings_is_read_and_checked_with_the_rows(rig, tmp_path)
     assert [row.draw for row in read(table)] == [True, False, False]
     with pytest.raises(ConfigError, match="draw_key: no row of .* is true in 'drwa'; did you mean 'draw'?"):
         read(table, draw_key="drwa")
+    with pytest.raises(ConfigError, match=r"is true in 'wants' \(known: draw\)"):  # not by its own name
+        read("prompt,draw,wants\nwhy?,false,false\n", draw_key="wants")
 
 
 def test_what_cannot_be_drawn_is_refused(rig, root):
