@@ -151,7 +151,7 @@ def test_the_question_says_the_schema_and_a_file_holds_a_template(tmp_path, fold
     text = message["content"][-1]["text"]
     assert text.startswith("a {cat}, 0 to 5") and text.endswith('{"good": <number from 0 to 4>}')
     (tmp_path / "ask.yaml").write_text("questions: x\n")
-    with pytest.raises(ConfigError, match="holds questions; it may question, "):
+    with pytest.raises(ConfigError, match="holds questions; known are question, "):
         Judge(folder, str(tmp_path / "ask.yaml"))
 
 

@@ -162,7 +162,7 @@ def template_of(template: str | None) -> dict[str, Any]:
         found = yaml.safe_load(Path(template).read_bytes())
     others = sorted(map(str, set(found) - set(TEMPLATE))) if isinstance(found, Mapping) else ["no names with values"]
     if others:
-        raise ConfigError(f"judge: the template {template} holds {', '.join(others)}; it may {', '.join(TEMPLATE)}")
+        raise ConfigError(f"judge: the template {template} holds {', '.join(others)}; known are {', '.join(TEMPLATE)}")
     return dict(found)
 
 
