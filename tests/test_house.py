@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2861, "experience": 3201, "config": 5141, "runtime": 6260, "data": 3731,
-    "models": 6129, "rollout": 5479, "rewards": 4674, "algorithms": 1739, "trainer": 7854, "observe": 3615,
+    "models": 6129, "rollout": 5479, "rewards": 4690, "algorithms": 1739, "trainer": 7854, "observe": 3615,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -31,12 +31,20 @@ from ..runtime.usercode.loading import on_trial
 from ..runtime.usercode.surroundings import is_users
 from .batch import Call, Job, PendingSource, RewardBatch, Scores, pick_output
 from .engine import RewardComputationEngine, model_device
-from .functions.vlm_judge import VLMJudge
 from .imaging import to_pil
 from .local.callables import scores_parameter
 from .recipe import RecipeEntry
 from .registry import Catalogue, find_scorer
-from .remote.client import FIRST_WAIT, SHOWN_ANSWER, Exchange, RemoteReward, RequestFailed, shown_body, token_from_env
+from .remote.client import (
+    FIRST_WAIT,
+    SHOWN_ANSWER,
+    Exchange,
+    RemoteReward,
+    RequestFailed,
+    ServerSource,
+    shown_body,
+    token_from_env,
+)
 from .remote.wire import AUTO, LIGHTRFT, NOT_SCORED, OPENRLHF, decode_reply
 
 log = logging.getLogger(__name__)
@@ -293,10 +301,10 @@ class _Probe:
         if problem is None:
             return
         problem += f"\n    asked with {shown_sample(self._batch(index))}"
-        if isinstance(source, VLMJudge):
-            token = token_from_env(source.client.config.reward_token_env)
-            problem += f"\n    answered: {_shown_reply(source.replied, token, SHOWN_ASKED)}"
-            if source.replied is not None and source.replied[0] in BUSY:
+        if isinstance(source, ServerSource) and source.failed is not None:
+            replied, token = source.failed.replied, token_from_env(source.client.config.reward_token_env)
+            problem += f"\n    answered: {_shown_reply(replied, token, SHOWN_ASKED)}"
+            if replied is not None and replied[0] in BUSY:
                 log.warning("%s", problem)
                 return
         self.problems.append(problem)
@@ -366,8 +374,9 @@ def _told_of(wire: str, answer: Answer, answers: list[Answer], token: str | None
 
 
 def _may_start(source: Any, since: float) -> bool:
-    """Whether it is a judge that gave no reply at all and may still come up."""
-    return isinstance(source, VLMJudge) and source.replied is None and time.monotonic() < since + STARTING
+    """Whether its server gave no reply at all, and may still come up."""
+    asked = source.failed if isinstance(source, ServerSource) else None
+    return asked is not None and asked.replied is None and time.monotonic() < since + STARTING
 
 
 def _shown_reply(replied: tuple[int, bytes | None] | None, token: str | None, length: int = SHOWN_ANSWER) -> str:

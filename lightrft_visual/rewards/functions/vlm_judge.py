@@ -13,8 +13,8 @@ from typing import Any
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError
-from ..batch import Call, Failed, PendingSource, RewardBatch, Scores
-from ..remote.client import Exchange, Phase, RemoteClient, RequestFailed, replicas_of
+from ..batch import Call, Failed, RewardBatch, Scores
+from ..remote.client import Exchange, Phase, RemoteClient, RequestFailed, ServerSource, replicas_of
 from ..remote.wire import BadReply
 
 TEXT_QUESTION = (
@@ -108,7 +108,7 @@ class Judging:
         return (value - self.low) / (self.high - self.low)
 
 
-class VLMJudge(PendingSource):
+class VLMJudge(ServerSource):
     """Asks the model at `url` about each sample with its images, one request a sample; see `Judging` for question and
     pattern. Unusable answers are failed, with the server's name.
 
@@ -118,7 +118,6 @@ class VLMJudge(PendingSource):
     """
 
     name = "vlm_judge"
-    replied: tuple[int, bytes | None] | None = None  # to the last request that failed
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class VLMJudge(PendingSource):
         try:
             return await self.client.exchange(exchange)
         except RequestFailed as failure:
-            self.replied = exchange.replied
+            self.failed = exchange
             return Failed(str(failure))
 
     def _body(self, batch: RewardBatch, index: int, call: Call) -> bytes:

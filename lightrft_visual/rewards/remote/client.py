@@ -23,7 +23,7 @@ from ...config.shared import RewardConfig
 from ...errors import ConfigError, RewardError
 from ...runtime.masking import MASK, mask_urls, shown_url, web_address
 from ...runtime.usercode.calls import BackgroundLoop, masked
-from ..batch import Call, RewardBatch, Scores, StreamingSource
+from ..batch import Call, PendingSource, RewardBatch, Scores, StreamingSource
 from .wire import AUTO, LIGHTRFT, BadReply, decode_reply, encode_request
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -326,6 +326,13 @@ def shown_body(data: bytes | None, token: str | None, length: int = SHOWN_ANSWER
     text = (data or b"")[: 8 * LONGEST_SAID].decode(errors="replace")
     text = ENCODED.sub("...", text.replace(token, MASK) if token else text)
     return masked(" ".join(text.split()))[:length].strip()
+
+
+class ServerSource(PendingSource):
+    """A scorer that asks a server itself, by `client`. failed: its last request without a usable reply."""
+
+    client: RemoteClient
+    failed: Exchange | None = None
 
 
 class RemoteReward(StreamingSource):
